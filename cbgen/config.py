@@ -1,0 +1,110 @@
+"""The engine's options as the user writes them, and as they are once resolved: frozen, without a None."""
+
+from dataclasses import dataclass
+
+from cbgen.errors import UsageError
+
+DEFAULT_PAGE_SIZE = {"cpu": 32, "cuda": 256, "mps": 32}
+DEFAULT_MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 4096, "mps": 512}
+DEFAULT_MAX_REQUESTS_PER_BATCH = {"cpu": 128, "cuda": 256, "mps": 64}
+# Where the device shares memory with everything else on the machine, the cache leaves more of it alone.
+DEFAULT_MAX_MEMORY_PERCENT = {"cpu": 0.5, "cuda": 0.9, "mps": 0.4}
+DEFAULT_SAFETY_MARGIN = {"fifo": 0.15}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the cache and the engine need to know of a model; found by a probe at load, not read from names.
+
+    `max_model_len` is the model's context in tokens; `dtype_bytes` the size of one activation.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    dtype_bytes: int
+
+
+@dataclass(frozen=True)
+class ContinuousBatchingConfig:
+    """Options of the engine, with the specification's names. None means: chosen from the hardware.
+
+    Args:
+        page_size: tokens of KV that one page holds for one layer.
+        num_blocks: capacity of the cache in whole-model blocks of `page_size` tokens.
+        max_batch_tokens: query tokens in one forward pass.
+        max_requests_per_batch: requests in one forward pass.
+        max_memory_percent: share of the free memory that the cache and the activations may take, in (0, 1].
+        scheduler_type: "fifo".
+        safety_margin: free share of the cache below which only decodes go on, in [0, 1); 0 disables it.
+    """
+
+    page_size: int | None = None
+    num_blocks: int | None = None
+    max_batch_tokens: int | None = None
+    max_requests_per_batch: int | None = None
+    max_memory_percent: float | None = None
+    scheduler_type: str = "fifo"
+    safety_margin: float | None = None
+
+    def resolve(self, device_type: str) -> "ResolvedConfig":
+        """Fills in the defaults for a device type ("cpu", "cuda", "mps"). Raises UsageError on a value out of range."""
+        if self.scheduler_type not in DEFAULT_SAFETY_MARGIN:
+            known = ", ".join(DEFAULT_SAFETY_MARGIN)
+            raise UsageError(f"scheduler_type: {self.scheduler_type!r} is not one of: {known}")
+        return ResolvedConfig(
+            page_size=_at_least(1, "page_size", _default(self.page_size, DEFAULT_PAGE_SIZE[device_type])),
+            num_blocks=None if self.num_blocks is None else _at_least(1, "num_blocks", self.num_blocks),
+            max_batch_tokens=_at_least(
+                1, "max_batch_tokens", _default(self.max_batch_tokens, DEFAULT_MAX_BATCH_TOKENS[device_type])
+            ),
+            max_requests_per_batch=_at_least(
+                1,
+                "max_requests_per_batch",
+                _default(self.max_requests_per_batch, DEFAULT_MAX_REQUESTS_PER_BATCH[device_type]),
+            ),
+            max_memory_percent=_share(
+                "max_memory_percent", _default(self.max_memory_percent, DEFAULT_MAX_MEMORY_PERCENT[device_type])
+            ),
+            scheduler_type=self.scheduler_type,
+            safety_margin=_margin(_default(self.safety_margin, DEFAULT_SAFETY_MARGIN[self.scheduler_type])),
+        )
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """The same options after `resolve`. `num_blocks` stays None until the cache is sized, if the user did not pin it."""
+
+    page_size: int
+    num_blocks: int | None
+    max_batch_tokens: int
+    max_requests_per_batch: int
+    max_memory_percent: float
+    scheduler_type: str
+    safety_margin: float
+
+
+def _default(value, default):
+    return default if value is None else value
+
+
+def _at_least(minimum: int, name: str, value: int) -> int:
+    if value < minimum:
+        raise UsageError(f"{name}: {value} is too small, at least {minimum} is needed")
+    return value
+
+
+def _share(name: str, value: float) -> float:
+    if not 0.0 < value <= 1.0:
+        raise UsageError(f"{name}: {value} is not a share between 0 (excluded) and 1")
+    return value
+
+
+def _margin(value: float) -> float:
+    if not 0.0 <= value < 1.0:
+        raise UsageError(f"safety_margin: {value} is not a share between 0 and 1 (excluded)")
+    return value

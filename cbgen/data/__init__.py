@@ -1,0 +1,1 @@
+"""Rows in and out: readers, writers, the output schema and the manifest."""

@@ -1,0 +1,127 @@
+"""A JSONL shard: lines that are read one by one, and the Arrow types that its values have together."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from cbgen.errors import UsageError
+
+BATCH_LINES = 1024
+_ARROW_REFUSALS = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError)
+
+
+class JsonlFile:
+    """One object a line. Blank lines and a byte-order mark are read as if they were not there.
+
+    The types are found by one pass over the whole file before work starts: numbers widen, a key that is missing is null,
+    and a column whose values have no common type becomes a string column that holds its non-strings as JSON text.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.num_rows = 0
+        self._json_columns: set[str] = set()
+        try:
+            self.schema = self._infer_schema()
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+
+    def records(self, columns: list[str] | None) -> Iterator[tuple[dict[str, Any], str | None]]:
+        """See InputFile.records. With None, a row has the keys of its own line only."""
+        with open(self.path, "rb") as file:
+            for number, raw in enumerate(file, start=1):
+                line = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
+                if line:
+                    values, error = _parse(line)
+                    where = None if error is None else f"{self.path.name}, line {number}: {error}"
+                    yield values if columns is None else {name: values.get(name) for name in columns}, where
+
+    def tables(self, schema: pa.Schema) -> Iterator[pa.Table]:
+        for batch in self._batches():
+            yield pa.table([self._array(batch, field) for field in schema], schema=schema)
+
+    def _batches(self) -> Iterator[list[dict[str, Any]]]:
+        batch: list[dict[str, Any]] = []
+        for values, _ in self.records(None):
+            batch.append(values)
+            if len(batch) == BATCH_LINES:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def _infer_schema(self) -> pa.Schema:
+        types: dict[str, pa.DataType] = {}
+        for batch in self._batches():
+            self.num_rows += len(batch)
+            for name in dict.fromkeys(name for row in batch for name in row):
+                if name not in self._json_columns:
+                    found = _common_type([row.get(name) for row in batch], types.get(name))
+                    if found is None:
+                        self._json_columns.add(name)
+                    types[name] = found or pa.string()
+        return pa.schema(list(types.items()))
+
+    def _array(self, batch: list[dict[str, Any]], field: pa.Field) -> pa.Array:
+        values = [row.get(field.name) for row in batch]
+        if field.name in self._json_columns:
+            values = [value if value is None or isinstance(value, str) else _dump(value) for value in values]
+        try:
+            return pa.array(values, type=field.type)
+        except _ARROW_REFUSALS:  # an integer that a float column takes only rounded
+            return pa.array([_with_floats(value) for value in values], type=field.type)
+
+
+def _common_type(values: list[Any], earlier: pa.DataType | None) -> pa.DataType | None:
+    """The Arrow type of these values and the earlier ones together; None when there is none."""
+    try:
+        own = pa.array(values).type
+        if earlier is None:
+            return own
+        pair = [pa.schema([("c", earlier)]), pa.schema([("c", own)])]
+        return pa.unify_schemas(pair, promote_options="permissive").field("c").type
+    except _ARROW_REFUSALS:
+        return None
+
+
+def _parse(line: bytes) -> tuple[dict[str, Any], str | None]:
+    """The object on a line, or an empty one and what is wrong with the line."""
+    try:
+        value = json.loads(line)
+    except UnicodeDecodeError as error:
+        return {}, f"not UTF-8 (byte {error.start + 1} of the line)"
+    except RecursionError:
+        return {}, "JSON nested too deeply"
+    except ValueError as error:
+        return {}, f"not valid JSON: {error}"
+    if not isinstance(value, dict):
+        return {}, f"a JSON object is expected, this is a {type(value).__name__}"
+    return (_escape_surrogates(value) if b"\\ud" in line or b"\\uD" in line else value), None
+
+
+def _escape_surrogates(value: Any) -> Any:
+    """Half a surrogate pair is no character: it stays readable as its escape."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, list):
+        return [_escape_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {_escape_surrogates(name): _escape_surrogates(item) for name, item in value.items()}
+    return value
+
+
+def _with_floats(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _with_floats(item) for name, item in value.items()}
+    return value
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

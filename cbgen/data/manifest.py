@@ -1,0 +1,122 @@
+"""What a job is, and what of it is done: the fingerprint, the folder of parts, and the keys that the parts hold."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from datetime import date, datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import filelock
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cbgen.data.files import publish
+from cbgen.data.rows import PART_SCHEMA
+from cbgen.errors import ResumeRefusedError
+
+MANIFEST_NAME = "manifest.json"
+MANIFEST_VERSION = 1
+
+
+def fingerprint_conflict(mine: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    """The first option that changes results and differs, with both values; None when none does."""
+    for name in sorted(mine.keys() | theirs.keys()):
+        if mine.get(name) != theirs.get(name):
+            return f"{name} is {mine.get(name)!r} now and was {theirs.get(name)!r}"
+    return None
+
+
+class PartsFolder:
+    """The folder beside the output in which a job's results are published while it runs.
+
+        out.parquet.parts/manifest.json          the job's fingerprint, and the date given to templates
+                          part-00000000.parquet  results, immutable; only what is here under this name is done
+                          lock                   held by the run at work
+    """
+
+    def __init__(self, output: Path):
+        self.path = output.with_name(output.name + ".parts")
+        self._lock = filelock.FileLock(self.path / "lock", blocking=False)
+
+    def open(self, fingerprint: dict[str, Any], resume: str) -> date:
+        """Locks the folder and makes it this job's. Returns the job's date, that of its first start.
+
+        resume: "if-possible" continues a matching job or starts one; "always" wants one to continue; "never" discards
+        what is there. Raises ResumeRefusedError for another job's parts and for a folder that a running job holds.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire()
+        except filelock.Timeout as error:
+            raise ResumeRefusedError(f"{self.path}: another run is writing this output") from error
+        if resume == "never":
+            self._clear()
+        known = self._read_manifest()
+        if known is None:
+            if any(self._part_paths()):
+                raise ResumeRefusedError(f"{self.path}: holds parts but no {MANIFEST_NAME}; --resume never discards them")
+            if resume == "always":
+                raise ResumeRefusedError(f"{self.path}: there is nothing to resume; --resume if-possible starts anew")
+            today = datetime.now(timezone.utc).date()
+            self._write_manifest(fingerprint, today)
+            return today
+        conflict = fingerprint_conflict(fingerprint, known["fingerprint"])
+        if conflict is not None:
+            raise ResumeRefusedError(
+                f"{self.path}: holds the results of another job: {conflict}; "
+                "choose another --out, or --resume never to discard them"
+            )
+        return date.fromisoformat(known["date"])
+
+    def close(self) -> None:
+        """Lets another run have the folder."""
+        self._lock.release()
+
+    def remove(self) -> None:
+        """Deletes the parts once the final output holds them, and the lock with them."""
+        self._lock.release()
+        shutil.rmtree(self.path)
+
+    def parts(self) -> Iterator[tuple[Path, pa.Table]]:
+        """Every published part that can be read, oldest first. One that cannot is set aside: its rows run again."""
+        for path in sorted(self._part_paths()):
+            try:
+                yield path, pq.read_table(path, schema=PART_SCHEMA)
+            except (pa.ArrowInvalid, OSError):
+                path.rename(path.with_name(path.name + ".unreadable"))
+
+    def next_part_number(self) -> int:
+        numbers = [int(path.stem.removeprefix("part-")) for path in self._part_paths()]
+        return max(numbers, default=-1) + 1
+
+    def part_path(self, number: int) -> Path:
+        return self.path / f"part-{number:08d}.parquet"
+
+    def _part_paths(self) -> list[Path]:
+        return list(self.path.glob("part-????????.parquet"))
+
+    def _clear(self) -> None:
+        for path in self.path.iterdir():
+            if path.name != "lock":
+                path.unlink()
+
+    def _read_manifest(self) -> dict[str, Any] | None:
+        path = self.path / MANIFEST_NAME
+        if not path.exists():
+            return None
+        known = json.loads(path.read_text())
+        if known["version"] != MANIFEST_VERSION:
+            raise ResumeRefusedError(
+                f"{path}: written by another version of cbgen (manifest {known['version']}); --resume never discards it"
+            )
+        return known
+
+    def _write_manifest(self, fingerprint: dict[str, Any], today: date) -> None:
+        content = {"version": MANIFEST_VERSION, "date": today.isoformat(), "fingerprint": fingerprint}
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        publish(self.path / MANIFEST_NAME, lambda path: _write_text(path, text))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,104 @@
+"""All that differs between devices: which one is used, how much memory is free on it, how much was used at most."""
+
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+from cbgen.errors import UsageError
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+OWN_CGROUP_FILE = Path("/proc/self/cgroup")
+# What a limit file of cgroup v1 holds when there is no limit: a number near 2**63.
+NO_LIMIT_BYTES = 1 << 60
+
+
+def pick_device(name: str) -> torch.device:
+    """The torch device for "auto", "cpu", "cuda", "cuda:1" or "mps". Raises UsageError when it is not there."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name}: not a device name; use auto, cpu, cuda, cuda:N or mps") from error
+    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not present.get(device.type, False):
+        raise UsageError(f"--device {name}: this machine or this torch build has none; use --device cpu")
+    return device
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated on the device now; for the CPU, within the container's limit."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(psutil.virtual_memory().available, container_free_bytes(CGROUP_ROOT, OWN_CGROUP_FILE))
+
+
+def total_memory_bytes(device: torch.device) -> int:
+    """Bytes of memory of the device; for the CPU, of the machine or of the container, whichever is less."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return min(psutil.virtual_memory().total, container_limit_bytes(CGROUP_ROOT, OWN_CGROUP_FILE))
+
+
+def container_free_bytes(root: Path, own_file: Path) -> int:
+    """Bytes left under the tightest memory limit of this process's control groups; very large without a limit."""
+    return min((limit - used for limit, used in _cgroup_memory(root, own_file)), default=NO_LIMIT_BYTES)
+
+
+def container_limit_bytes(root: Path, own_file: Path) -> int:
+    """The tightest memory limit of this process's control groups; very large without one."""
+    return min((limit for limit, _ in _cgroup_memory(root, own_file)), default=NO_LIMIT_BYTES)
+
+
+def _cgroup_memory(root: Path, own_file: Path) -> list[tuple[int, int]]:
+    """(limit, used) bytes of each control group that bounds this process, version 2 and 1, from the root down.
+
+    File pages that the kernel can drop at once are counted as free, as the kernel itself does before it kills.
+    """
+    found = []
+    for folder in _cgroup_folders(root, own_file):
+        for limit_name, used_name, droppable_key in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, used = _read_int(folder / limit_name), _read_int(folder / used_name)
+            if limit is not None and used is not None and limit < NO_LIMIT_BYTES:
+                found.append((limit, max(0, used - _stat_value(folder / "memory.stat", droppable_key))))
+    return found
+
+
+def _cgroup_folders(root: Path, own_file: Path) -> list[Path]:
+    folders = [root, root / "memory"]
+    lines = own_file.read_text().splitlines() if own_file.exists() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        base = root if controllers == "" else root / "memory" if "memory" in controllers.split(",") else None
+        parts = Path(path).parts[1:] if base else ()
+        folders += [base.joinpath(*parts[: depth + 1]) for depth in range(len(parts)) if base]
+    return folders
+
+
+def _read_int(path: Path) -> int | None:
+    text = path.read_text().strip() if path.is_file() else ""
+    return int(text) if text.isdigit() else None
+
+
+def _stat_value(path: Path, key: str) -> int:
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [key]), 0)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory used so far: of the device for CUDA, the resident set of the process otherwise."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

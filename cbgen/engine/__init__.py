@@ -1,0 +1,1 @@
+"""Continuous batching: requests, scheduler, input layout, sampler and the manager that steps them."""

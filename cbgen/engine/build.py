@@ -1,0 +1,51 @@
+"""Puts an engine together for a loaded model: kernel, cache sized to the memory there is, scheduler, runner, manager."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from cbgen.cache.paged_cache import KVStorage, PagedCache
+from cbgen.cache.sizing import CachePlan, plan_cache
+from cbgen.config import ModelShape, ResolvedConfig
+from cbgen.engine.input_outputs import InputBuffers
+from cbgen.engine.manager import Manager
+from cbgen.engine.model_runner import ModelRunner
+from cbgen.engine.scheduler import FIFOScheduler
+from cbgen.kernels.sdpa import SdpaAttention
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A manager ready to run, and what it was built from: the config now has its num_blocks."""
+
+    manager: Manager
+    config: ResolvedConfig
+    plan: CachePlan
+    kernel: str
+
+
+def build_engine(
+    model: torch.nn.Module,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    config: ResolvedConfig,
+    eos_token_ids: frozenset[int],
+    device: torch.device,
+    free_bytes: int,
+) -> Engine:
+    """free_bytes: memory free on the device with the weights loaded. Raises MemoryPlanError when no cache fits."""
+    backend = SdpaAttention(config.page_size, shape.num_kv_heads, shape.head_dim, dtype)
+    plan = plan_cache(shape, config, shape.num_layers * backend.page_bytes, free_bytes)
+    config = replace(config, num_blocks=plan.num_blocks)
+    cache = PagedCache(plan.num_chunks, config.page_size)
+    storage = KVStorage(plan.num_chunks, shape.num_layers, backend, device)
+    manager = Manager(
+        cache=cache,
+        scheduler=FIFOScheduler(cache, config),
+        buffers=InputBuffers(config.max_batch_tokens, config.max_requests_per_batch, device),
+        runner=ModelRunner(model, storage, backend),
+        eos_token_ids=eos_token_ids,
+        max_model_len=shape.max_model_len,
+        max_waiting=2 * config.max_requests_per_batch,
+    )
+    return Engine(manager, config, plan, backend.name)

@@ -1,0 +1,87 @@
+"""Runs the model over a packed batch. Each attention layer calls back into one function: the only way up."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+
+from cbgen.cache.paged_cache import KVStorage
+from cbgen.engine.input_outputs import BatchInputs
+from cbgen.kernels.backend import AttentionBackend
+
+
+class LayerAttention(Protocol):
+    """What an attention layer calls with its query, key and value after rotary embedding.
+
+    query: [1, heads, T, head_dim]; key and value: [1, kv_heads, T, head_dim]. Returns [1, T, heads, head_dim].
+    options: the keywords that the layer gives its attention function (softcap, sinks, window).
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor: ...
+
+
+_layer_attention: ContextVar[LayerAttention] = ContextVar("layer_attention")
+
+
+@contextmanager
+def serving_attention(attention: LayerAttention) -> Iterator[None]:
+    """Inside, models whose attention implementation is cbgen's attend through `attention`.
+
+    The batch goes this way and not through the model's keyword arguments, because some models drop those.
+    """
+    token = _layer_attention.set(attention)
+    try:
+        yield
+    finally:
+        _layer_attention.reset(token)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function as transformers calls it, to be registered there; no mask is needed or read."""
+    return _layer_attention.get()(module.layer_idx, query, key, value, scaling, options), None
+
+
+class ModelRunner:
+    """A model, the storage of its KV and the kernel that attends over it."""
+
+    def __init__(self, model: torch.nn.Module, storage: KVStorage, backend: AttentionBackend):
+        self._model = model
+        self._storage = storage
+        self._backend = backend
+
+    @torch.inference_mode()
+    def forward(self, inputs: BatchInputs) -> torch.Tensor:
+        """Writes the batch's KV and returns the logits [S, vocab] of the tokens that sample."""
+        plan = self._backend.prepare(inputs.attention)
+
+        def attend(layer, query, key, value, scaling, options):
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+            return self._backend.attend(*packed, self._storage.layers[layer], plan, scale)[None]
+
+        with serving_attention(attend):
+            output = self._model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                use_cache=False,
+                logits_to_keep=inputs.logits_indices,
+            )
+        return output.logits[0]

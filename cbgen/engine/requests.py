@@ -1,0 +1,134 @@
+"""A request and its legal transitions. The manager alone calls what changes one.
+
+    PENDING ──► PREFILLING ──► DECODING ──► FINISHED
+       ▲            │              │           ▲
+       └────────────┴── soft reset ┘           │  stop, length or error, from any state
+"""
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class RequestStatus(enum.Enum):
+    PENDING = "pending"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+class FinishReason(str, enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is generated. temperature 0 is greedy; top_k 0 and top_p 1 are off.
+
+    `seed` is the request's own stream of draws (64 bits): the draw of a token depends on it and on the token's
+    position alone, never on the batch.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    ignore_eos: bool = False
+
+
+@dataclass
+class RequestTiming:
+    """Moments on the monotonic clock, in seconds; the wall clock is read once, at arrival in the queue."""
+
+    arrival_wall_s: float
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finish_s: float | None = None
+
+
+@dataclass
+class RequestState:
+    """One prompt on its way through the engine.
+
+    token_ids are the prompt and what was generated since. The first num_computed_tokens of them have their KV in the
+    cache; max_computed_tokens is the most that ever had, so that what is computed again can be told.
+    `tag` is the caller's and comes back untouched.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    params: SamplingParams
+    tag: Any = None
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = 0
+    max_computed_tokens: int = 0
+    num_soft_resets: int = 0
+    status: RequestStatus = RequestStatus.PENDING
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    timing: RequestTiming = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+        self.arrive()
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens whose KV is still to be computed; the last of them gives the next token."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def generated_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def arrive(self) -> None:
+        """Starts the clock: called when the request enters the engine's queue."""
+        self.timing = RequestTiming(arrival_wall_s=time.time(), arrival_s=time.perf_counter())
+
+    def schedule_first(self, now_s: float) -> None:
+        assert self.status is RequestStatus.PENDING, self.status
+        self.status = RequestStatus.PREFILLING
+        if self.timing.first_scheduled_s is None:
+            self.timing.first_scheduled_s = now_s
+
+    def advance(self, query_length: int) -> None:
+        """The KV of the next `query_length` tokens is in the cache."""
+        assert self.status in (RequestStatus.PREFILLING, RequestStatus.DECODING), self.status
+        assert query_length <= self.num_remaining_tokens
+        self.num_computed_tokens += query_length
+        self.max_computed_tokens = max(self.max_computed_tokens, self.num_computed_tokens)
+
+    def append_token(self, token_id: int, now_s: float) -> None:
+        assert self.num_remaining_tokens == 0, "a token is sampled only after all before it were computed"
+        self.token_ids.append(token_id)
+        self.status = RequestStatus.DECODING
+        if self.timing.first_token_s is None:
+            self.timing.first_token_s = now_s
+
+    def soft_reset(self) -> None:
+        """Back to the queue: generated tokens join the prompt, their KV and the prompt's is to be computed again."""
+        assert self.status in (RequestStatus.PREFILLING, RequestStatus.DECODING), self.status
+        self.status = RequestStatus.PENDING
+        self.num_computed_tokens = 0
+        self.num_soft_resets += 1
+
+    def finish(self, reason: FinishReason, now_s: float, error: str | None = None) -> None:
+        assert not self.is_finished
+        assert (reason is FinishReason.ERROR) == (error is not None)
+        self.status = RequestStatus.FINISHED
+        self.finish_reason = reason
+        self.error = error
+        self.timing.finish_s = now_s

@@ -1,0 +1,59 @@
+"""Every failure that cbgen names.
+
+    CbgenError                   exit code
+    ├── UsageError               2    an option, path, column or job spec that the user can correct
+    ├── ModelError               1    a model that is missing, gated or not supported
+    ├── MemoryPlanError          1    the cache does not fit the memory there is
+    ├── OutputError              1    results cannot be written: full disk, permissions, a foreign file
+    ├── InputChangedError        1    an input file changed while the job ran
+    ├── ResumeRefusedError       4    the output belongs to another job, or to a job that is running
+    └── RowError                 -    one row cannot be generated: never fatal, it becomes an error row
+
+A message is one line: what is wrong, where, what to do. Exit code 0 is a finished job without failed rows, 3 a finished
+job with some, 130 a job stopped from the keyboard.
+"""
+
+EXIT_DONE = 0
+EXIT_FATAL = 1
+EXIT_USAGE = 2
+EXIT_FAILED_ROWS = 3
+EXIT_RESUME_REFUSED = 4
+EXIT_INTERRUPTED = 130
+
+
+class CbgenError(Exception):
+    """A failure with a message for the user and the exit code of the command."""
+
+    exit_code = EXIT_FATAL
+
+
+class UsageError(CbgenError):
+    """The command, the job spec or the input's shape is wrong, and the user can correct it."""
+
+    exit_code = EXIT_USAGE
+
+
+class ModelError(CbgenError):
+    """The model cannot be loaded, or does something that the engine cannot serve."""
+
+
+class MemoryPlanError(CbgenError):
+    """The KV cache does not fit the memory there is."""
+
+
+class OutputError(CbgenError):
+    """Results cannot be written where they should go."""
+
+
+class InputChangedError(CbgenError):
+    """An input file was changed between the first and the last reading of one run."""
+
+
+class ResumeRefusedError(CbgenError):
+    """What lies at the output belongs to another job."""
+
+    exit_code = EXIT_RESUME_REFUSED
+
+
+class RowError(CbgenError):
+    """One row cannot be generated; its message goes to the row's `error` column."""

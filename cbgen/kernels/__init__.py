@@ -1,0 +1,1 @@
+"""Attention over pages, one signature for every backend."""

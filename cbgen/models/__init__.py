@@ -1,0 +1,1 @@
+"""Loading models and tokenizers, and the seam through which a model reaches the paged cache."""

@@ -1,0 +1,205 @@
+"""From a name to a model: a folder, a hub id, a GGUF file, `smollm2` or `tiny-random`. Description first, weights later."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from cbgen.config import ModelShape
+from cbgen.errors import ModelError, UsageError
+from cbgen.models import gguf, seam, tiny_random
+
+TINY_RANDOM = "tiny-random"
+SMOLLM2 = "smollm2"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """All that is known of a model before its weights are loaded.
+
+    location: what transformers loads from; None for the model made in memory. identity: tells this model's results from
+    another's, for the job's fingerprint. sampling_defaults: temperature, top_p, top_k of its generation config.
+    """
+
+    name: str
+    location: str | None
+    revision: str | None
+    dtype: torch.dtype
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    identity: str
+    sampling_defaults: dict[str, float | int] = field(default_factory=dict)
+
+
+def describe(
+    name: str, revision: str | None, dtype_name: str, device: torch.device, max_model_len: int | None = None
+) -> ModelDescription:
+    """Finds a model and reads all but its weights. Raises ModelError or UsageError with what to do."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if name == TINY_RANDOM:
+        return _describe_tiny(_pick_dtype(dtype_name, None, device, name), max_model_len)
+    path = Path(name).expanduser()
+    if name == SMOLLM2 and not path.exists():
+        path = gguf.smollm2_path()
+    if path.suffix == ".gguf":
+        return _describe_gguf(name, path, _pick_dtype(dtype_name, None, device, name), max_model_len)
+    if not path.is_dir() and (path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise UsageError(f"--model {name}: no such model folder or .gguf file")
+    location = str(path) if path.is_dir() else name
+    config = _from_hub(name, lambda: AutoConfig.from_pretrained(location, revision=revision))
+    tokenizer = _from_hub(name, lambda: AutoTokenizer.from_pretrained(location, revision=revision))
+    generation = _generation_config(location, revision)
+    dtype = _pick_dtype(dtype_name, config.dtype, device, name)
+    commit = getattr(config, "_commit_hash", None)
+    identity = commit or (_folder_identity(path) if path.is_dir() else f"{name}@{revision}")
+    return _description(name, location, commit or revision, dtype, config, tokenizer, generation, identity, max_model_len)
+
+
+def load(description: ModelDescription, device: torch.device) -> tuple[PreTrainedModel, ModelShape]:
+    """Loads the weights, makes the model attend through cbgen and tries it. Raises ModelError when it is not supported."""
+    if description.location is None:
+        model = tiny_random.build_model(description.config, description.dtype)
+    else:
+        model = _from_hub(
+            description.name,
+            lambda: AutoModelForCausalLM.from_pretrained(
+                description.location, revision=description.revision, dtype=description.dtype
+            ),
+        )
+    model = model.to(device).eval()
+    return model, seam.attach(model, description.name, description.max_model_len)
+
+
+def _describe_tiny(dtype: torch.dtype, max_model_len: int | None) -> ModelDescription:
+    config, tokenizer = tiny_random.build_config(), tiny_random.build_tokenizer()
+    generation = tiny_random.build_generation_config()
+    return _description(TINY_RANDOM, None, None, dtype, config, tokenizer, generation, TINY_RANDOM, max_model_len)
+
+
+def _describe_gguf(name: str, path: Path, dtype: torch.dtype, max_model_len: int | None) -> ModelDescription:
+    if not path.is_file():
+        raise UsageError(f"--model {name}: no such file")
+    folder = gguf.converted_folder(path, dtype)
+    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    generation = _generation_config(str(folder), None)
+    return _description(name, str(folder), None, dtype, config, tokenizer, generation, folder.name, max_model_len)
+
+
+def _description(
+    name: str,
+    location: str | None,
+    revision: str | None,
+    dtype: torch.dtype,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    generation: GenerationConfig,
+    identity: str,
+    max_model_len: int | None,
+) -> ModelDescription:
+    return ModelDescription(
+        name=name,
+        location=location,
+        revision=revision,
+        dtype=dtype,
+        config=config,
+        tokenizer=tokenizer,
+        eos_token_ids=_eos_token_ids(generation, config, tokenizer),
+        max_model_len=_context(config, max_model_len, name),
+        identity=identity,
+        sampling_defaults=_sampling_defaults(generation),
+    )
+
+
+def _from_hub(name: str, read: Any) -> Any:
+    """Calls `read`, which asks transformers for a part of a model, and says in one line what went wrong."""
+    try:
+        return read()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"--model {name}: {_hub_advice(error)}") from error
+
+
+def _hub_advice(error: Exception) -> str:
+    chain = [error, error.__cause__, error.__context__]
+    if any(isinstance(link, GatedRepoError) for link in chain):
+        return "the model is gated: accept its terms on its hub page, then log in with `hf auth login` or set HF_TOKEN"
+    if any(isinstance(link, RepositoryNotFoundError | HFValidationError) for link in chain):
+        return "not a folder, a .gguf file, smollm2, tiny-random, or the id of a hub model (private ones need `hf auth login`)"
+    if any(isinstance(link, LocalEntryNotFoundError) for link in chain) or "offline" in str(error).lower():
+        return (
+            "not in the local cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set): give the path of a folder "
+            "or .gguf file, or run once with a connection"
+        )
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _pick_dtype(name: str, own: torch.dtype | None, device: torch.device, model: str) -> torch.dtype:
+    """auto: float32 on CPUs, where bfloat16 is slower without matrix units; elsewhere the model's own."""
+    if name != "auto":
+        if name not in DTYPES:
+            raise UsageError(f"--dtype {name}: not one of auto, {', '.join(DTYPES)}")
+        return DTYPES[name]
+    if device.type == "cpu" or model == TINY_RANDOM:
+        return torch.float32
+    return own if own in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def _generation_config(location: str, revision: str | None) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(location, revision=revision)
+    except OSError:  # a model without one: everything is at its default
+        return GenerationConfig()
+
+
+def _eos_token_ids(
+    generation: GenerationConfig, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
+    """The generation config's list if it has one, else the model's, else the tokenizer's."""
+    for found in (generation.eos_token_id, getattr(config.get_text_config(), "eos_token_id", None), tokenizer.eos_token_id):
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    return frozenset()
+
+
+def _sampling_defaults(generation: GenerationConfig) -> dict[str, float | int]:
+    """Only a generation config that asks for sampling has a say; otherwise greedy."""
+    if not generation.do_sample:
+        return {}
+    values = {name: getattr(generation, name) for name in ("temperature", "top_p", "top_k")}
+    return {"temperature": 1.0} | {name: value for name, value in values.items() if value is not None}
+
+
+def _context(config: PretrainedConfig, asked: int | None, name: str) -> int:
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if own is None and asked is None:
+        raise UsageError(f"--model {name}: its config does not say how long its context is; give --max-model-len")
+    if own is not None and asked is not None and asked > own:
+        raise UsageError(f"--max-model-len {asked}: the context of this model is {own}")
+    if asked is not None and asked < 2:
+        raise UsageError(f"--max-model-len {asked}: at least 2 is needed, one token of prompt and one of output")
+    return asked or own
+
+
+def _folder_identity(folder: Path) -> str:
+    """Names, sizes and times of the weight files and the whole text of the config: enough to tell two folders apart."""
+    weights = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin"))
+    facts = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in weights]
+    config = (folder / "config.json").read_text()
+    return hashlib.blake2b(json.dumps([facts, config]).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,130 @@
+"""The seam with transformers: a model is registered, tried on a few tokens, and refused if its answers differ.
+
+The trial packs two short sequences into one batch, as the engine does, with attention done by plain torch, and compares
+the logits with those of the model's own forward pass on each sequence alone. Whatever a model does beside attention
+over positions (state carried from token to token, layers that bypass the attention function, biases by distance) shows
+in the logits, so that nothing has to be known of it by name.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+from cbgen.config import ModelShape
+from cbgen.engine.model_runner import attention_forward, serving_attention
+from cbgen.errors import ModelError
+
+IMPLEMENTATION = "cbgen"
+TRIAL_LENGTHS = (7, 5)
+# The largest difference of logits, relative to the largest logit, that is put down to rounding.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+# What a layer may ask of its attention function that no kernel here does yet: keyword -> what it is called.
+UNSERVED_OPTIONS = {
+    "sliding_window": "sliding-window attention",
+    "softcap": "soft-capped attention",
+    "s_aux": "attention sinks",
+}
+# Rotary scalings that look at the longest position in the batch: a row's neighbours would change it.
+UNSERVED_ROPE_TYPES = ("longrope", "dynamic")
+
+
+class _Trial:
+    """Attends causally within each of the packed sequences, and notes what the layers ask for."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        self.kv_shapes: set[tuple[int, int, int]] = set()  # kv_heads, head size of K, head size of V
+        self.options: set[str] = set()
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        self.layers.append(layer)
+        self.kv_shapes.add((key.shape[1], key.shape[3], value.shape[3]))
+        self.options |= {name for name in UNSERVED_OPTIONS if options.get(name) is not None}
+        outputs = [
+            scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+            for q, k, v in zip(*(tensor.split(TRIAL_LENGTHS, dim=2) for tensor in (query, key, value)), strict=True)
+        ]
+        return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+@torch.inference_mode()
+def attach(model: PreTrainedModel, name: str, max_model_len: int) -> ModelShape:
+    """Makes the model attend through cbgen and returns its shape. Raises ModelError for one that cannot be served."""
+    _refuse_rope_scaling(model.config.get_text_config(), name)
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(0, vocabulary, (1, sum(TRIAL_LENGTHS)), generator=generator).to(model.device)
+    own = torch.cat([model(input_ids=part, use_cache=False).logits[0, -1:] for part in ids.split(TRIAL_LENGTHS, dim=1)])
+    AttentionInterface.register(IMPLEMENTATION, attention_forward)
+    model.set_attn_implementation(IMPLEMENTATION)
+    if model.config.get_text_config()._attn_implementation != IMPLEMENTATION:
+        raise _refused(name, f"{type(model).__name__} does not take its attention from transformers' attention interface")
+    trial, packed = _run_trial(model, ids, name)
+    shape = _shape_of(trial, model, own.shape[-1], max_model_len, name)
+    difference = ((packed - own).abs().max() / own.abs().max()).item()
+    if not difference <= TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16]):
+        raise _refused(
+            name,
+            f"its logits for two sequences in one batch differ from its own for each alone (by {difference:.1e}), so it "
+            "does more than attention over positions (recurrent or convolutional state, biases by distance)",
+        )
+    return shape
+
+
+def _run_trial(model: PreTrainedModel, ids: torch.Tensor, name: str) -> tuple[_Trial, torch.Tensor]:
+    """The packed forward pass, and its logits [2, vocab] at the end of each sequence."""
+    positions = torch.cat([torch.arange(length) for length in TRIAL_LENGTHS])[None].to(ids.device)
+    ends = torch.tensor(TRIAL_LENGTHS, device=ids.device).cumsum(0) - 1
+    trial = _Trial()
+    try:
+        with serving_attention(trial):
+            output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=ends)
+    except (TypeError, RuntimeError, KeyError, AttributeError, ValueError) as error:
+        raise _refused(name, f"its forward pass over a packed batch fails: {str(error).splitlines()[0]}") from error
+    return trial, output.logits[0]
+
+
+def _shape_of(trial: _Trial, model: PreTrainedModel, vocab_size: int, max_model_len: int, name: str) -> ModelShape:
+    config = model.config.get_text_config()
+    if trial.options:
+        asked = ", ".join(UNSERVED_OPTIONS[option] for option in sorted(trial.options))
+        raise _refused(name, f"it uses {asked}, which cbgen does not serve yet")
+    if trial.layers != list(range(config.num_hidden_layers)):
+        raise _refused(name, f"of its {config.num_hidden_layers} layers, {len(set(trial.layers))} attend through the cache")
+    if len(trial.kv_shapes) != 1:
+        raise _refused(name, "its layers have KV heads of different number or size")
+    num_kv_heads, key_dim, value_dim = next(iter(trial.kv_shapes))
+    if key_dim != value_dim:
+        raise _refused(name, f"its K heads have {key_dim} numbers and its V heads {value_dim} (multi-head latent attention)")
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=key_dim,
+        hidden_size=config.hidden_size,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        dtype_bytes=model.dtype.itemsize,
+    )
+
+
+def _refuse_rope_scaling(config: Any, name: str) -> None:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    groups = [parameters, *(group for group in parameters.values() if isinstance(group, dict))]
+    for rope_type in (group.get("rope_type") for group in groups):
+        if rope_type in UNSERVED_ROPE_TYPES:
+            raise _refused(name, f"its rotary scaling ({rope_type}) depends on the longest row of a batch")
+
+
+def _refused(name: str, reason: str) -> ModelError:
+    return ModelError(f"--model {name}: not supported: {reason}")

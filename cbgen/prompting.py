@@ -1,0 +1,316 @@
+"""From an input row to the text or token ids of a request, and from token ids back to text."""
+
+import datetime
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+import jinja2.meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
+
+from cbgen.data.rows import KEY_BYTES, PromptRow
+from cbgen.engine.requests import SamplingParams
+from cbgen.errors import RowError, UsageError
+
+OPTION_COLUMNS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
+# Where prompts come from when the user names no column: the most exact form that the input has.
+DEFAULT_SOURCES = ("prompt_ids", "messages", "prompt")
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Where the prompt of a row comes from, resolved: one column, or a template over several.
+
+    kind: "prompt", "messages", "prompt_ids" or "template". chat: a text prompt becomes a user message.
+    """
+
+    kind: str
+    column: str | None
+    template: str | None = None
+    system_prompt: str | None = None
+    chat: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def uses_chat_template(self) -> bool:
+        return self.kind == "messages" or self.chat
+
+    def columns(self) -> list[str]:
+        """The input columns that a prompt is made of."""
+        if self.kind == "template":
+            return sorted(jinja2.meta.find_undeclared_variables(_environment().parse(self.template or "")))
+        return [self.column or self.kind]
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A row's prompt as text, or as ids where the input gives those, with its options; `digest` names both.
+
+    seed: the row's own, if it has one. Draws of rows without come from the job's seed and the row's key.
+    """
+
+    index: int
+    text: str | None
+    ids: list[int] | None
+    params: SamplingParams
+    seed: int | None
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class FailedPrompt:
+    """A row that cannot become a request, and why."""
+
+    index: int
+    error: str
+    digest: bytes
+
+
+def resolve_source(
+    available: Sequence[str],
+    *,
+    prompt_column: str | None = None,
+    messages_column: str | None = None,
+    template: str | None = None,
+    system_prompt: str | None = None,
+    chat: bool = False,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> PromptSource:
+    """Chooses where prompts come from; raises UsageError when that is unclear or not in the input."""
+    named = {"--template": template, "--messages-column": messages_column, "--prompt-column": prompt_column}
+    given = [option for option, value in named.items() if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)}: give one of them, a row has one prompt")
+    if template is not None:
+        kind, column = "template", None
+    elif messages_column is not None:
+        kind, column = "messages", messages_column
+    elif prompt_column is not None:
+        kind, column = "prompt", prompt_column
+    else:
+        kind = next((name for name in DEFAULT_SOURCES if name in available), "prompt")
+        column = kind
+    if kind == "prompt_ids" and (chat or system_prompt is not None):
+        raise UsageError("prompt_ids are complete prompts: name --prompt-column to use --system-prompt or --chat")
+    try:
+        source = PromptSource(
+            kind=kind,
+            column=column,
+            template=template,
+            system_prompt=system_prompt,
+            chat=kind != "messages" and (chat or system_prompt is not None),
+            chat_template_kwargs=chat_template_kwargs or {},
+        )
+        missing = [name for name in source.columns() if name not in available]
+    except jinja2.TemplateSyntaxError as error:
+        raise UsageError(f"--template, line {error.lineno}: {error.message}") from error
+    if missing:
+        raise UsageError(
+            f"the input has no column {missing[0]!r}; it has: {', '.join(available) or 'none'}; "
+            "name the one to use with --prompt-column or --messages-column"
+        )
+    return source
+
+
+class Prompter:
+    """Renders, tokenizes and decodes for one job.
+
+    defaults: the sampling parameters of rows that name none. today: the job's date, given to templates that ask for it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        source: PromptSource,
+        defaults: SamplingParams,
+        today: datetime.date,
+    ):
+        if source.uses_chat_template and not tokenizer.chat_template:
+            raise UsageError("this model has no chat template: use a plain prompt column, without --chat and --system-prompt")
+        self._tokenizer = tokenizer
+        self._source = source
+        self._defaults = defaults
+        self._template = _environment().from_string(source.template) if source.template is not None else None
+        # A template's own names win over the tokenizer's, so a job that runs past midnight keeps its date.
+        moment = datetime.datetime.combine(today, datetime.time())
+        self._chat_kwargs = {"strftime_now": moment.strftime, **source.chat_template_kwargs}
+
+    def render(self, row: PromptRow) -> RenderedPrompt | FailedPrompt:
+        """Template or chat messages to text. A row that cannot be rendered comes back with its reason."""
+        try:
+            if row.error is not None:
+                raise RowError(row.error)
+            params, seed = self._row_params(row.values)
+            text, ids = self._prompt(row.values)
+        except RowError as error:
+            return FailedPrompt(row.index, str(error), _digest("failed", str(error), _jsonable(row.values)))
+        options = [params.temperature, params.top_p, params.top_k, params.ignore_eos, seed]
+        return RenderedPrompt(row.index, text, ids, params, seed, _digest("prompt", text, ids, options))
+
+    def tokenize(self, prompts: list[RenderedPrompt]) -> list[list[int]]:
+        """Token ids of each prompt. Special tokens are added to plain prompts only; chat templates write their own."""
+        texts = [prompt.text for prompt in prompts if prompt.text is not None]
+        special = not self._source.uses_chat_template
+        encoded = iter(self._tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else [])
+        return [prompt.ids if prompt.ids is not None else self._one_bos(next(encoded)) for prompt in prompts]
+
+    def decode(self, generated: list[list[int]]) -> list[str]:
+        """Texts of generated token ids, special tokens left out."""
+        return self._tokenizer.batch_decode(generated, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def preview(self, prompt: RenderedPrompt) -> str:
+        """The prompt as the model will read it."""
+        return prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.ids)
+
+    def _one_bos(self, ids: list[int]) -> list[int]:
+        """Text that spells the BOS token out, as a template may, is not given a second one."""
+        bos = self._tokenizer.bos_token_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+    def _prompt(self, values: dict[str, Any]) -> tuple[str | None, list[int] | None]:
+        if self._source.kind == "prompt_ids":
+            return None, _checked_ids(values[self._source.column], len(self._tokenizer))
+        if self._source.kind == "messages":
+            return self._chat_text(_checked_messages(values[self._source.column], self._source.column)), None
+        text = _checked_text(values[self._source.column], self._source.column) if self._template is None else (
+            self._templated(values)
+        )
+        return self._chat_text([{"role": "user", "content": text}]) if self._source.chat else text, None
+
+    def _templated(self, values: dict[str, Any]) -> str:
+        assert self._template is not None
+        try:
+            text = self._template.render(values)
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise RowError(f"--template: {error}") from error
+        return _checked_text(text, "template")
+
+    def _chat_text(self, messages: list[dict[str, Any]]) -> str:
+        if self._source.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._source.system_prompt}, *messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._chat_kwargs
+            )
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise RowError(f"chat template: {error}") from error
+        return _checked_text(text, "chat template")
+
+    def _row_params(self, values: dict[str, Any]) -> tuple[SamplingParams, int | None]:
+        """The row's own options over the job's."""
+        own = {name: values[name] for name in OPTION_COLUMNS if values.get(name) is not None}
+        seed = own.pop("seed", None)
+        if seed is not None:
+            seed = _whole_number("seed", seed)
+        merged = {name: own.get(name, getattr(self._defaults, name)) for name in OPTION_COLUMNS if name != "seed"}
+        return checked_params(**merged), seed
+
+
+def checked_params(max_tokens: Any, temperature: Any, top_p: Any, top_k: Any, ignore_eos: Any) -> SamplingParams:
+    """Sampling parameters in range, or RowError with the one that is not. top_k -1 means off, as 0 does."""
+    if not isinstance(ignore_eos, bool):
+        raise RowError(f"ignore_eos is {ignore_eos!r}, true or false is expected")
+    params = SamplingParams(
+        max_tokens=_whole_number("max_tokens", max_tokens),
+        temperature=_number("temperature", temperature),
+        top_p=_number("top_p", top_p),
+        top_k=max(0, _whole_number("top_k", top_k)) if top_k != -1 else 0,
+        ignore_eos=ignore_eos,
+    )
+    for name, ok, expected in (
+        ("max_tokens", params.max_tokens >= 1, "at least 1"),
+        ("temperature", params.temperature >= 0, "0 or more"),
+        ("top_p", 0 < params.top_p <= 1, "more than 0 and at most 1"),
+        ("top_k", top_k >= -1, "0 (off) or more"),
+    ):
+        if not ok:
+            raise RowError(f"{name} is {getattr(params, name) if name != 'top_k' else top_k}, {expected} is expected")
+    return params
+
+
+def row_key(digest: bytes, occurrence: int) -> bytes:
+    """The row's name: what it asks for, and which of its equals it is."""
+    return hashlib.blake2b(digest + occurrence.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
+
+
+def draw_seed(job_seed: int, row_seed: int | None, key: bytes, sample_index: int) -> int:
+    """64 bits for the stream of draws of one sample: from the row's seed if it has one, else from job seed and key."""
+    origin = ["row", row_seed] if row_seed is not None else ["job", job_seed, key.hex()]
+    material = json.dumps([*origin, sample_index]).encode()
+    return int.from_bytes(hashlib.blake2b(material, digest_size=8).digest(), "little")
+
+
+def _environment() -> jinja2.Environment:
+    return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+
+
+def _digest(*parts: Any) -> bytes:
+    text = json.dumps(parts, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=KEY_BYTES).digest()
+
+
+def _jsonable(values: dict[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True, default=str)
+
+
+def _checked_text(value: Any, column: str | None) -> str:
+    if value is None:
+        raise RowError(f"{column} is null, a text is expected")
+    if not isinstance(value, str):
+        raise RowError(f"{column} is a {type(value).__name__} ({str(value)[:40]}), a text is expected")
+    if not value:
+        raise RowError(f"{column} is empty")
+    return value
+
+
+def _checked_ids(value: Any, vocabulary: int) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise RowError(f"prompt_ids is {'empty' if value == [] else type(value).__name__}, a list of token ids is expected")
+    for token_id in value:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocabulary:
+            raise RowError(f"prompt_ids holds {token_id!r}, token ids of this model are 0 to {vocabulary - 1}")
+    return value
+
+
+def _checked_messages(value: Any, column: str | None) -> list[dict[str, Any]]:
+    """Messages as a template wants them: keys that Arrow padded with null are dropped, lists of text parts joined."""
+    if not isinstance(value, list) or not value:
+        raise RowError(f"{column} is {'empty' if value == [] else type(value).__name__}, a list of messages is expected")
+    messages = []
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RowError(f"{column}: every message needs a role and a content")
+        kept = {name: item for name, item in message.items() if item is not None}
+        if isinstance(kept.get("content"), list):
+            kept["content"] = _joined_parts(kept["content"], column)
+        if not isinstance(kept.get("content"), str) and "tool_calls" not in kept:
+            raise RowError(f"{column}: the content of a {message['role']} message is not a text")
+        messages.append(kept)
+    if messages[-1]["role"] == "assistant":
+        raise RowError(f"{column}: the last message is the assistant's, so there is nothing to answer")
+    return messages
+
+
+def _joined_parts(parts: list[Any], column: str | None) -> str:
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise RowError(f"{column}: only parts of type text can be used in a message's content")
+    return "".join(text for text in texts if text is not None)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RowError(f"{name} is {value!r}, a number is expected")
+    return float(value)
+
+
+def _whole_number(name: str, value: Any) -> int:
+    number = _number(name, value)
+    if number != int(number):
+        raise RowError(f"{name} is {value!r}, a whole number is expected")
+    return int(value)
