@@ -1,6 +1,7 @@
 """The engine's options as the user writes them, and as they are once resolved: frozen, without a None."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from cbgen.errors import UsageError
 
@@ -52,7 +53,7 @@ class ContinuousBatchingConfig:
     safety_margin: float | None = None
 
     def resolve(self, device_type: str) -> "ResolvedConfig":
-        """Fills in the defaults for a device type ("cpu", "cuda", "mps"). Raises UsageError on a value out of range."""
+        """Fills in the defaults of a device type: "cpu", "cuda" or "mps". Raises UsageError on a value out of range."""
         if self.scheduler_type not in DEFAULT_SAFETY_MARGIN:
             known = ", ".join(DEFAULT_SAFETY_MARGIN)
             raise UsageError(f"scheduler_type: {self.scheduler_type!r} is not one of: {known}")
@@ -77,7 +78,7 @@ class ContinuousBatchingConfig:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The same options after `resolve`. `num_blocks` stays None until the cache is sized, if the user did not pin it."""
+    """The same options after `resolve`. `num_blocks` is None until the cache is sized, unless the user pinned it."""
 
     page_size: int
     num_blocks: int | None
@@ -88,7 +89,7 @@ class ResolvedConfig:
     safety_margin: float
 
 
-def _default(value, default):
+def _default(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 

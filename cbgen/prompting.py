@@ -3,7 +3,6 @@
 import datetime
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from cbgen.data.rows import KEY_BYTES, PromptRow
 from cbgen.engine.requests import SamplingParams
 from cbgen.errors import RowError, UsageError
+from cbgen.row_checks import checked_ids, checked_messages, checked_params, checked_text, whole_number
 
 OPTION_COLUMNS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
 # Where prompts come from when the user names no column: the most exact form that the input has.
@@ -26,11 +26,12 @@ DEFAULT_SOURCES = ("prompt_ids", "messages", "prompt")
 class PromptSource:
     """Where the prompt of a row comes from, resolved: one column, or a template over several.
 
-    kind: "prompt", "messages", "prompt_ids" or "template". chat: a text prompt becomes a user message.
+    kind: "prompt", "messages", "prompt_ids" or "template", whose column is "template" too.
+    chat: a text prompt becomes a user message.
     """
 
     kind: str
-    column: str | None
+    column: str
     template: str | None = None
     system_prompt: str | None = None
     chat: bool = False
@@ -44,7 +45,7 @@ class PromptSource:
         """The input columns that a prompt is made of."""
         if self.kind == "template":
             return sorted(jinja2.meta.find_undeclared_variables(_environment().parse(self.template or "")))
-        return [self.column or self.kind]
+        return [self.column]
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def resolve_source(
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)}: give one of them, a row has one prompt")
     if template is not None:
-        kind, column = "template", None
+        kind = column = "template"
     elif messages_column is not None:
         kind, column = "messages", messages_column
     elif prompt_column is not None:
@@ -131,7 +132,9 @@ class Prompter:
         today: datetime.date,
     ):
         if source.uses_chat_template and not tokenizer.chat_template:
-            raise UsageError("this model has no chat template: use a plain prompt column, without --chat and --system-prompt")
+            raise UsageError(
+                "this model has no chat template: use a plain prompt column, without --chat and --system-prompt"
+            )
         self._tokenizer = tokenizer
         self._source = source
         self._defaults = defaults
@@ -165,7 +168,7 @@ class Prompter:
 
     def preview(self, prompt: RenderedPrompt) -> str:
         """The prompt as the model will read it."""
-        return prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.ids)
+        return prompt.text if prompt.text is not None else str(self._tokenizer.decode(prompt.ids or []))
 
     def _one_bos(self, ids: list[int]) -> list[int]:
         """Text that spells the BOS token out, as a template may, is not given a second one."""
@@ -173,13 +176,12 @@ class Prompter:
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def _prompt(self, values: dict[str, Any]) -> tuple[str | None, list[int] | None]:
+        column = self._source.column
         if self._source.kind == "prompt_ids":
-            return None, _checked_ids(values[self._source.column], len(self._tokenizer))
+            return None, checked_ids(values[column], len(self._tokenizer))
         if self._source.kind == "messages":
-            return self._chat_text(_checked_messages(values[self._source.column], self._source.column)), None
-        text = _checked_text(values[self._source.column], self._source.column) if self._template is None else (
-            self._templated(values)
-        )
+            return self._chat_text(checked_messages(values[column], column)), None
+        text = self._templated(values) if self._template else checked_text(values[column], column)
         return self._chat_text([{"role": "user", "content": text}]) if self._source.chat else text, None
 
     def _templated(self, values: dict[str, Any]) -> str:
@@ -188,7 +190,7 @@ class Prompter:
             text = self._template.render(values)
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise RowError(f"--template: {error}") from error
-        return _checked_text(text, "template")
+        return checked_text(text, "template")
 
     def _chat_text(self, messages: list[dict[str, Any]]) -> str:
         if self._source.system_prompt is not None and messages[0]["role"] != "system":
@@ -199,38 +201,16 @@ class Prompter:
             )
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise RowError(f"chat template: {error}") from error
-        return _checked_text(text, "chat template")
+        return checked_text(text, "chat template")
 
     def _row_params(self, values: dict[str, Any]) -> tuple[SamplingParams, int | None]:
         """The row's own options over the job's."""
         own = {name: values[name] for name in OPTION_COLUMNS if values.get(name) is not None}
         seed = own.pop("seed", None)
         if seed is not None:
-            seed = _whole_number("seed", seed)
+            seed = whole_number("seed", seed)
         merged = {name: own.get(name, getattr(self._defaults, name)) for name in OPTION_COLUMNS if name != "seed"}
         return checked_params(**merged), seed
-
-
-def checked_params(max_tokens: Any, temperature: Any, top_p: Any, top_k: Any, ignore_eos: Any) -> SamplingParams:
-    """Sampling parameters in range, or RowError with the one that is not. top_k -1 means off, as 0 does."""
-    if not isinstance(ignore_eos, bool):
-        raise RowError(f"ignore_eos is {ignore_eos!r}, true or false is expected")
-    params = SamplingParams(
-        max_tokens=_whole_number("max_tokens", max_tokens),
-        temperature=_number("temperature", temperature),
-        top_p=_number("top_p", top_p),
-        top_k=max(0, _whole_number("top_k", top_k)) if top_k != -1 else 0,
-        ignore_eos=ignore_eos,
-    )
-    for name, ok, expected in (
-        ("max_tokens", params.max_tokens >= 1, "at least 1"),
-        ("temperature", params.temperature >= 0, "0 or more"),
-        ("top_p", 0 < params.top_p <= 1, "more than 0 and at most 1"),
-        ("top_k", top_k >= -1, "0 (off) or more"),
-    ):
-        if not ok:
-            raise RowError(f"{name} is {getattr(params, name) if name != 'top_k' else top_k}, {expected} is expected")
-    return params
 
 
 def row_key(digest: bytes, occurrence: int) -> bytes:
@@ -246,7 +226,16 @@ def draw_seed(job_seed: int, row_seed: int | None, key: bytes, sample_index: int
 
 
 def _environment() -> jinja2.Environment:
-    return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    """Sandboxed; a name that is not a column, and a null that would be printed as "None", are errors."""
+    return ImmutableSandboxedEnvironment(
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_refuse_null
+    )
+
+
+def _refuse_null(value: Any) -> Any:
+    if value is None:
+        raise RowError("--template: a column that it prints is null in this row")
+    return value
 
 
 def _digest(*parts: Any) -> bytes:
@@ -256,61 +245,3 @@ def _digest(*parts: Any) -> bytes:
 
 def _jsonable(values: dict[str, Any]) -> str:
     return json.dumps(values, sort_keys=True, default=str)
-
-
-def _checked_text(value: Any, column: str | None) -> str:
-    if value is None:
-        raise RowError(f"{column} is null, a text is expected")
-    if not isinstance(value, str):
-        raise RowError(f"{column} is a {type(value).__name__} ({str(value)[:40]}), a text is expected")
-    if not value:
-        raise RowError(f"{column} is empty")
-    return value
-
-
-def _checked_ids(value: Any, vocabulary: int) -> list[int]:
-    if not isinstance(value, list) or not value:
-        raise RowError(f"prompt_ids is {'empty' if value == [] else type(value).__name__}, a list of token ids is expected")
-    for token_id in value:
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocabulary:
-            raise RowError(f"prompt_ids holds {token_id!r}, token ids of this model are 0 to {vocabulary - 1}")
-    return value
-
-
-def _checked_messages(value: Any, column: str | None) -> list[dict[str, Any]]:
-    """Messages as a template wants them: keys that Arrow padded with null are dropped, lists of text parts joined."""
-    if not isinstance(value, list) or not value:
-        raise RowError(f"{column} is {'empty' if value == [] else type(value).__name__}, a list of messages is expected")
-    messages = []
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RowError(f"{column}: every message needs a role and a content")
-        kept = {name: item for name, item in message.items() if item is not None}
-        if isinstance(kept.get("content"), list):
-            kept["content"] = _joined_parts(kept["content"], column)
-        if not isinstance(kept.get("content"), str) and "tool_calls" not in kept:
-            raise RowError(f"{column}: the content of a {message['role']} message is not a text")
-        messages.append(kept)
-    if messages[-1]["role"] == "assistant":
-        raise RowError(f"{column}: the last message is the assistant's, so there is nothing to answer")
-    return messages
-
-
-def _joined_parts(parts: list[Any], column: str | None) -> str:
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise RowError(f"{column}: only parts of type text can be used in a message's content")
-    return "".join(text for text in texts if text is not None)
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RowError(f"{name} is {value!r}, a number is expected")
-    return float(value)
-
-
-def _whole_number(name: str, value: Any) -> int:
-    number = _number(name, value)
-    if number != int(number):
-        raise RowError(f"{name} is {value!r}, a whole number is expected")
-    return int(value)

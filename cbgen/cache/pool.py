@@ -20,7 +20,9 @@ class CachePool:
     def __init__(self, num_chunks: int):
         """num_chunks: the reserved ones included. Raises MemoryPlanError when none would be left for data."""
         if num_chunks <= NUM_RESERVED_CHUNKS:
-            raise MemoryPlanError(f"a cache of {num_chunks} chunks has none for data, {NUM_RESERVED_CHUNKS} are reserved")
+            raise MemoryPlanError(
+                f"a cache of {num_chunks} chunks has none for data, {NUM_RESERVED_CHUNKS} are reserved"
+            )
         self.num_chunks = num_chunks
         self._free = list(range(num_chunks - 1, NUM_RESERVED_CHUNKS - 1, -1))
 

@@ -1,9 +1,9 @@
 """From free memory to chunks, and back: one formula, its exact inverse, and the message when it does not work out.
 
-    free memory x max_memory_percent
-    [ activations | logits | chunk 0 (reserved) | chunk 1 (reserved) | chunk 2 ... chunk n - 1 ]
-      max_batch_     max_requests_                                     num_blocks x page_size tokens
-      tokens         per_batch
+free memory x max_memory_percent
+[ activations | logits | chunk 0 (reserved) | chunk 1 (reserved) | chunk 2 ... chunk n - 1 ]
+  max_batch_     max_requests_                                     num_blocks x page_size tokens
+  tokens         per_batch
 """
 
 from dataclasses import dataclass, replace
@@ -66,23 +66,22 @@ def plan_cache(shape: ModelShape, config: ResolvedConfig, chunk_bytes: int, free
         wanted = max(1, num_blocks)
         needed = bytes_from_chunks(wanted + NUM_RESERVED_CHUNKS, chunk_bytes) + activations
         raise MemoryPlanError(
-            f"a cache of {wanted} blocks ({wanted * config.page_size} tokens) needs {mib(needed)} with its activations; "
-            f"{mib(budget_bytes + activations)} may be used ({config.max_memory_percent:.0%} of {mib(free_bytes)} free) "
-            f"and would hold {max(0, fitting)} blocks; lower --num-blocks, --max-batch-tokens or "
-            "--max-requests-per-batch, or raise --max-memory-percent"
+            f"a cache of {wanted} blocks ({wanted * config.page_size} tokens) needs {mib(needed)} with activations; "
+            f"of {mib(free_bytes)} free, {config.max_memory_percent:.0%} may be used, room for {max(0, fitting)} blocks; "
+            "lower --num-blocks, --max-batch-tokens or --max-requests-per-batch, or raise --max-memory-percent"
         )
     return CachePlan(num_blocks + NUM_RESERVED_CHUNKS, num_blocks, chunk_bytes, activations)
 
 
 def with_memory_utilization(config: ResolvedConfig, share: float, total_bytes: int, free_bytes: int) -> ResolvedConfig:
-    """`--gpu-memory-utilization`: a share of all memory, what is already in use included, as a share of what is free."""
+    """The config for a share of all memory, what is in use already included, instead of a share of what is free."""
     budget = share * total_bytes - (total_bytes - free_bytes)
     if not 0.0 < share <= 1.0:
         raise UsageError(f"--gpu-memory-utilization: {share} is not a share between 0 (excluded) and 1")
     if budget <= 0:
         raise MemoryPlanError(
-            f"--gpu-memory-utilization {share}: {mib(total_bytes - free_bytes)} of {mib(total_bytes)} are in use already, "
-            "the weights included; nothing is left for the cache; raise it"
+            f"--gpu-memory-utilization {share}: {mib(total_bytes - free_bytes)} of {mib(total_bytes)} are in use, the "
+            "weights included, so nothing is left for the cache; raise it"
         )
     return replace(config, max_memory_percent=budget / free_bytes)
 

@@ -11,7 +11,7 @@ from cbgen.errors import OutputError
 ADVICE = "make room or fix the permissions, then run the same command again: parts already published are kept"
 
 
-def publish(path: Path, write: Callable[[Path], None]) -> None:
+def publish(path: Path, write: Callable[[Path], object]) -> None:
     """Calls `write` with a temporary name beside `path`, then makes the result durable and renames it into place.
 
     The order is: write, fsync the file, rename, fsync the folder. Raises OutputError, with nothing left behind, when
@@ -28,6 +28,11 @@ def publish(path: Path, write: Callable[[Path], None]) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def publish_text(path: Path, text: str) -> None:
+    """Publishes a small UTF-8 text."""
+    publish(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def check_writable(folder: Path) -> None:

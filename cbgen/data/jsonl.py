@@ -16,8 +16,8 @@ _ARROW_REFUSALS = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedErr
 class JsonlFile:
     """One object a line. Blank lines and a byte-order mark are read as if they were not there.
 
-    The types are found by one pass over the whole file before work starts: numbers widen, a key that is missing is null,
-    and a column whose values have no common type becomes a string column that holds its non-strings as JSON text.
+    The types are found by one pass over the whole file before work starts: numbers widen, a missing key is null, and a
+    column whose values have no common type becomes a string column that holds its non-strings as JSON text.
     """
 
     def __init__(self, path: Path):

@@ -11,7 +11,7 @@ import filelock
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cbgen.data.files import publish
+from cbgen.data.files import publish_text
 from cbgen.data.rows import PART_SCHEMA
 from cbgen.errors import ResumeRefusedError
 
@@ -30,14 +30,19 @@ def fingerprint_conflict(mine: dict[str, Any], theirs: dict[str, Any]) -> str | 
 class PartsFolder:
     """The folder beside the output in which a job's results are published while it runs.
 
-        out.parquet.parts/manifest.json          the job's fingerprint, and the date given to templates
-                          part-00000000.parquet  results, immutable; only what is here under this name is done
-                          lock                   held by the run at work
+    out.parquet.parts/manifest.json          the job's fingerprint, and the date given to templates
+                      part-00000000.parquet  results, immutable; only what is here under this name is done
+                      lock                   held by the run at work
     """
 
     def __init__(self, output: Path):
         self.path = output.with_name(output.name + ".parts")
         self._lock = filelock.FileLock(self.path / "lock", blocking=False)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a job has published here that it is at work, or was."""
+        return (self.path / MANIFEST_NAME).exists()
 
     def open(self, fingerprint: dict[str, Any], resume: str) -> date:
         """Locks the folder and makes it this job's. Returns the job's date, that of its first start.
@@ -55,7 +60,9 @@ class PartsFolder:
         known = self._read_manifest()
         if known is None:
             if any(self._part_paths()):
-                raise ResumeRefusedError(f"{self.path}: holds parts but no {MANIFEST_NAME}; --resume never discards them")
+                raise ResumeRefusedError(
+                    f"{self.path}: holds parts but no {MANIFEST_NAME}; --resume never discards them"
+                )
             if resume == "always":
                 raise ResumeRefusedError(f"{self.path}: there is nothing to resume; --resume if-possible starts anew")
             today = datetime.now(timezone.utc).date()
@@ -115,8 +122,4 @@ class PartsFolder:
     def _write_manifest(self, fingerprint: dict[str, Any], today: date) -> None:
         content = {"version": MANIFEST_VERSION, "date": today.isoformat(), "fingerprint": fingerprint}
         text = json.dumps(content, indent=2, ensure_ascii=False)
-        publish(self.path / MANIFEST_NAME, lambda path: _write_text(path, text))
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+        publish_text(self.path / MANIFEST_NAME, text)

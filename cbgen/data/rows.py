@@ -65,11 +65,28 @@ RESULT_SCHEMA = pa.schema(
 PART_SCHEMA = pa.schema([pa.field("key", pa.binary(KEY_BYTES), nullable=False), *RESULT_SCHEMA])
 
 
-def output_columns(num_samples: int, with_token_ids: bool) -> list[str]:
-    """The result columns that the user gets, in order: sample_index only for several samples, ids only when asked."""
-    hidden = set() if with_token_ids else {"completion_ids"}
-    hidden |= {"sample_index"} if num_samples == 1 else set()
-    return [name for name in RESULT_SCHEMA.names if name not in hidden]
+@dataclass(frozen=True)
+class OutputLayout:
+    """The final file beside the input's columns: so many rows for each input row, and which result columns.
+
+    sample_index is there for several samples only, completion_ids only when asked for.
+    """
+
+    num_samples: int = 1
+    with_token_ids: bool = False
+    prefix: str = ""
+
+    @property
+    def columns(self) -> list[str]:
+        """Names in RESULT_SCHEMA, in order."""
+        hidden = set() if self.with_token_ids else {"completion_ids"}
+        hidden |= {"sample_index"} if self.num_samples == 1 else set()
+        return [name for name in RESULT_SCHEMA.names if name not in hidden]
+
+    @property
+    def names(self) -> list[str]:
+        """The same columns as the file names them."""
+        return [self.prefix + name for name in self.columns]
 
 
 def part_table(rows: list[OutputRow]) -> pa.Table:

@@ -1,4 +1,4 @@
-"""Puts an engine together for a loaded model: kernel, cache sized to the memory there is, scheduler, runner, manager."""
+"""Puts an engine together for a loaded model: kernel, cache sized to the free memory, scheduler, runner, manager."""
 
 from dataclasses import dataclass, replace
 

@@ -27,10 +27,10 @@ class BatchInputs:
 class InputBuffers:
     """The static tensors of one forward pass, overwritten by every call of `lay_out`.
 
-        request        0          1    2
-        input_ids      [a b c d]  [e]  [f g]        tokens not computed yet
-        position_ids   [0 1 2 3]  [9]  [64 65]      their places in the request
-        logits_indices       3     4       6        last query of each request that reaches its end
+    request        0          1    2
+    input_ids      [a b c d]  [e]  [f g]        tokens not computed yet
+    position_ids   [0 1 2 3]  [9]  [64 65]      their places in the request
+    logits_indices       3     4       6        last query of each request that reaches its end
     """
 
     def __init__(self, max_batch_tokens: int, max_requests_per_batch: int, device: torch.device):

@@ -45,7 +45,7 @@ class ListSource:
 class Manager:
     """Steps requests through the engine until each has finished.
 
-    eos_token_ids: the tokens that end a generation, unless the request ignores them. max_model_len: the model's context.
+    eos_token_ids: the tokens that end a generation, unless the request ignores them. max_model_len: the context.
     max_waiting: how many requests wait in the queue; more are pulled when there are fewer.
     """
 
@@ -143,6 +143,7 @@ class Manager:
             if samples and self._apply_token(entry.request, next(sampled), now_s):
                 self.scheduler.remove(entry.request)
                 self.cache.release(entry.request.request_id)
+                self.metrics.count_finished(entry.request)
                 finished.append(entry.request)
         return finished
 

@@ -10,13 +10,16 @@ from cbgen.engine.requests import RequestState
 class EngineMetrics:
     """Counted since the first forward pass. Durations are of the monotonic clock, in seconds.
 
-    computed_prompt_tokens: prompt tokens whose KV was computed for the first time. recomputed_tokens: tokens, of prompts
-    or generated, whose KV was computed again after a soft reset. prefix_hit_tokens: prompt tokens taken from the cache.
+    requests_ok, prompt_tokens: of requests that finished without an error. computed_prompt_tokens: prompt tokens
+    whose KV was computed for the first time. recomputed_tokens: tokens, of prompts or generated, whose KV was computed
+    again after a soft reset. prefix_hit_tokens: prompt tokens taken from the cache.
     """
 
     num_steps: int = 0
     num_query_tokens: int = 0
     num_scheduled_requests: int = 0
+    requests_ok: int = 0
+    prompt_tokens: int = 0
     computed_prompt_tokens: int = 0
     output_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -53,6 +56,11 @@ class EngineMetrics:
         self.recomputed_tokens += min(last, first) - request.num_computed_tokens
         self.computed_prompt_tokens += max(0, min(last, request.num_prompt_tokens) - first)
 
+    def count_finished(self, request: RequestState) -> None:
+        if request.error is None:
+            self.requests_ok += 1
+            self.prompt_tokens += request.num_prompt_tokens
+
 
 @dataclass(frozen=True)
 class RequestTimes:
@@ -68,7 +76,7 @@ class RequestTimes:
 
 
 def request_times(request: RequestState) -> RequestTimes:
-    """queue: arrival to first scheduling; prefill: to the first token; decode: to the last; ttft: arrival to first token.
+    """queue: arrival to first scheduling; prefill: to the first token; decode: to the last; ttft: queue and prefill.
 
     tpot is decode over the tokens after the first, None for a single token. The finish on the wall clock is the arrival
     plus a monotonic duration, so that a clock set back in between makes nothing negative.

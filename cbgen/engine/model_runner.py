@@ -47,7 +47,7 @@ def serving_attention(attention: LayerAttention) -> Iterator[None]:
 
 
 def attention_forward(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -72,10 +72,17 @@ class ModelRunner:
         """Writes the batch's KV and returns the logits [S, vocab] of the tokens that sample."""
         plan = self._backend.prepare(inputs.attention)
 
-        def attend(layer, query, key, value, scaling, options):
+        def attend(
+            layer: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            scaling: float | None,
+            options: dict[str, Any],
+        ) -> torch.Tensor:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-            return self._backend.attend(*packed, self._storage.layers[layer], plan, scale)[None]
+            query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+            return self._backend.attend(query, key, value, self._storage.layers[layer], plan, scale)[None]
 
         with serving_attention(attend):
             output = self._model(

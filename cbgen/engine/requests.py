@@ -1,8 +1,8 @@
 """A request and its legal transitions. The manager alone calls what changes one.
 
-    PENDING ──► PREFILLING ──► DECODING ──► FINISHED
-       ▲            │              │           ▲
-       └────────────┴── soft reset ┘           │  stop, length or error, from any state
+PENDING ──► PREFILLING ──► DECODING ──► FINISHED
+   ▲            │              │           ▲
+   └────────────┴── soft reset ┘           │  stop, length or error, from any state
 """
 
 import enum

@@ -51,7 +51,9 @@ def _draw_plain(logits: torch.Tensor, requests: list[RequestState]) -> torch.Ten
 
 def _draw_filtered(logits: torch.Tensor, requests: list[RequestState]) -> torch.Tensor:
     """Token ids [S] as transformers filters them: temperature, then top-k, then the smallest set that reaches top-p."""
-    scaled, order = (logits / _column(requests, "temperature", logits.device)).sort(dim=-1, descending=True, stable=True)
+    scaled, order = (logits / _column(requests, "temperature", logits.device)).sort(
+        dim=-1, descending=True, stable=True
+    )
     vocabulary = logits.shape[-1]
     top_k = torch.tensor([r.params.top_k or vocabulary for r in requests], device=logits.device)[:, None]
     scaled = scaled.masked_fill(torch.arange(vocabulary, device=logits.device) >= top_k, -torch.inf)

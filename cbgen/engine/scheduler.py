@@ -96,6 +96,10 @@ class FIFOScheduler:
         return len(self._waiting)
 
     @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    @property
     def active(self) -> list[RequestState]:
         """The requests that hold cache, by arrival."""
         return list(self._active.values())
@@ -128,9 +132,7 @@ class FIFOScheduler:
     def schedule(self) -> ScheduledBatch:
         """Plans one forward pass and allocates what it needs; see the module docstring."""
         batch = ScheduledBatch()
-        budget = _Budget(
-            self._config.max_batch_tokens, self._cache_budget_blocks, self._config.max_requests_per_batch
-        )
+        budget = _Budget(self._config.max_batch_tokens, self._cache_budget_blocks, self._config.max_requests_per_batch)
         decoding = [r for r in self._active.values() if r.status is RequestStatus.DECODING]
         prefilling = [r for r in self._active.values() if r.status is RequestStatus.PREFILLING]
         for request in self.candidate_order(decoding, prefilling):
@@ -200,7 +202,7 @@ class FIFOScheduler:
             self._overtaken[request.request_id] = self._overtaken.get(request.request_id, 0) + 1
 
     def _move_to_active(self, admitted: list[RequestState], num_seen: int, skipped: list[RequestState]) -> None:
-        """The first num_seen waiting requests were looked at: `admitted` leave the queue, `skipped` stay at its head."""
+        """Of the first num_seen waiting requests, `admitted` leave the queue and `skipped` stay at its head."""
         if not admitted:
             return
         for _ in range(num_seen):

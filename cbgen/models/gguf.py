@@ -32,7 +32,9 @@ def converted_folder(path: Path, dtype: torch.dtype) -> Path:
     """
     for module in ("gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
-            raise ModelError(f"--model {path}: reading GGUF needs the package {module}; run: pip install 'cbgen-llm[gguf]'")
+            raise ModelError(
+                f"--model {path}: reading GGUF needs the package {module}; run: pip install 'cbgen-llm[gguf]'"
+            )
     folder = cache_home() / f"{path.stem}-{_identity(path, dtype)}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -64,9 +66,11 @@ def _convert(path: Path, dtype: torch.dtype, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
     except (ValueError, KeyError, OSError, NotImplementedError) as error:
-        raise ModelError(f"--model {path}: transformers cannot read this GGUF file: {str(error).splitlines()[0]}") from error
+        raise ModelError(
+            f"--model {path}: transformers cannot read this GGUF file: {str(error).splitlines()[0]}"
+        ) from error
     # The weights are plain tensors now; what says otherwise would forbid saving them.
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]
     del model.config.quantization_config
     model.config.architectures = [type(model).__name__]
     # GGUF brings no generation config: what ends a generation is the tokenizer's to say.

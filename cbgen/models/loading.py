@@ -1,4 +1,4 @@
-"""From a name to a model: a folder, a hub id, a GGUF file, `smollm2` or `tiny-random`. Description first, weights later."""
+"""From a name to a model: a folder, a hub id, a GGUF file, smollm2 or tiny-random; description first, weights later."""
 
 import hashlib
 import json
@@ -70,13 +70,15 @@ def describe(
     dtype = _pick_dtype(dtype_name, config.dtype, device, name)
     commit = getattr(config, "_commit_hash", None)
     identity = commit or (_folder_identity(path) if path.is_dir() else f"{name}@{revision}")
-    return _description(name, location, commit or revision, dtype, config, tokenizer, generation, identity, max_model_len)
+    return _description(
+        name, location, commit or revision, dtype, config, tokenizer, generation, identity, max_model_len
+    )
 
 
 def load(description: ModelDescription, device: torch.device) -> tuple[PreTrainedModel, ModelShape]:
-    """Loads the weights, makes the model attend through cbgen and tries it. Raises ModelError when it is not supported."""
+    """Loads the weights and makes the model attend through cbgen. Raises ModelError when it is not supported."""
     if description.location is None:
-        model = tiny_random.build_model(description.config, description.dtype)
+        model = tiny_random.build_model(description.dtype)
     else:
         model = _from_hub(
             description.name,
@@ -84,7 +86,7 @@ def load(description: ModelDescription, device: torch.device) -> tuple[PreTraine
                 description.location, revision=description.revision, dtype=description.dtype
             ),
         )
-    model = model.to(device).eval()
+    model = model.to(device=device).eval()
     return model, seam.attach(model, description.name, description.max_model_len)
 
 
@@ -139,9 +141,9 @@ def _from_hub(name: str, read: Any) -> Any:
 def _hub_advice(error: Exception) -> str:
     chain = [error, error.__cause__, error.__context__]
     if any(isinstance(link, GatedRepoError) for link in chain):
-        return "the model is gated: accept its terms on its hub page, then log in with `hf auth login` or set HF_TOKEN"
+        return "the model is gated: accept its terms on its hub page, then run `hf auth login` or set HF_TOKEN"
     if any(isinstance(link, RepositoryNotFoundError | HFValidationError) for link in chain):
-        return "not a folder, a .gguf file, smollm2, tiny-random, or the id of a hub model (private ones need `hf auth login`)"
+        return "not a folder, a .gguf file, smollm2, tiny-random or a hub id (private ones need `hf auth login`)"
     if any(isinstance(link, LocalEntryNotFoundError) for link in chain) or "offline" in str(error).lower():
         return (
             "not in the local cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set): give the path of a folder "
@@ -163,7 +165,7 @@ def _pick_dtype(name: str, own: torch.dtype | None, device: torch.device, model:
 
 def _generation_config(location: str, revision: str | None) -> GenerationConfig:
     try:
-        return GenerationConfig.from_pretrained(location, revision=revision)
+        return GenerationConfig.from_pretrained(location, revision=revision or "main")
     except OSError:  # a model without one: everything is at its default
         return GenerationConfig()
 
@@ -172,7 +174,11 @@ def _eos_token_ids(
     generation: GenerationConfig, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
     """The generation config's list if it has one, else the model's, else the tokenizer's."""
-    for found in (generation.eos_token_id, getattr(config.get_text_config(), "eos_token_id", None), tokenizer.eos_token_id):
+    for found in (
+        generation.eos_token_id,
+        getattr(config.get_text_config(), "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
         if found is not None:
             return frozenset([found] if isinstance(found, int) else found)
     return frozenset()

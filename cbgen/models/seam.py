@@ -62,13 +62,13 @@ def attach(model: PreTrainedModel, name: str, max_model_len: int) -> ModelShape:
     """Makes the model attend through cbgen and returns its shape. Raises ModelError for one that cannot be served."""
     _refuse_rope_scaling(model.config.get_text_config(), name)
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, sum(TRIAL_LENGTHS)), generator=generator).to(model.device)
     own = torch.cat([model(input_ids=part, use_cache=False).logits[0, -1:] for part in ids.split(TRIAL_LENGTHS, dim=1)])
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
     model.set_attn_implementation(IMPLEMENTATION)
     if model.config.get_text_config()._attn_implementation != IMPLEMENTATION:
-        raise _refused(name, f"{type(model).__name__} does not take its attention from transformers' attention interface")
+        raise _refused(name, f"{type(model).__name__} does not use transformers' attention interface")
     trial, packed = _run_trial(model, ids, name)
     shape = _shape_of(trial, model, own.shape[-1], max_model_len, name)
     difference = ((packed - own).abs().max() / own.abs().max()).item()
@@ -100,12 +100,16 @@ def _shape_of(trial: _Trial, model: PreTrainedModel, vocab_size: int, max_model_
         asked = ", ".join(UNSERVED_OPTIONS[option] for option in sorted(trial.options))
         raise _refused(name, f"it uses {asked}, which cbgen does not serve yet")
     if trial.layers != list(range(config.num_hidden_layers)):
-        raise _refused(name, f"of its {config.num_hidden_layers} layers, {len(set(trial.layers))} attend through the cache")
+        raise _refused(
+            name, f"of its {config.num_hidden_layers} layers, {len(set(trial.layers))} attend through the cache"
+        )
     if len(trial.kv_shapes) != 1:
         raise _refused(name, "its layers have KV heads of different number or size")
     num_kv_heads, key_dim, value_dim = next(iter(trial.kv_shapes))
     if key_dim != value_dim:
-        raise _refused(name, f"its K heads have {key_dim} numbers and its V heads {value_dim} (multi-head latent attention)")
+        raise _refused(
+            name, f"its K heads have {key_dim} numbers and its V heads {value_dim} (multi-head latent attention)"
+        )
     return ModelShape(
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,

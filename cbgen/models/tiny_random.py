@@ -41,13 +41,13 @@ def build_config() -> LlamaConfig:
     )
 
 
-def build_model(config: LlamaConfig, dtype: torch.dtype) -> LlamaForCausalLM:
+def build_model(dtype: torch.dtype) -> LlamaForCausalLM:
     """The same weights every time, whatever the caller's random state, which stays as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(build_config())
     model.generation_config = build_generation_config()
-    return model.to(dtype)
+    return model.to(dtype=dtype)
 
 
 def build_generation_config() -> GenerationConfig:

@@ -1,0 +1,121 @@
+"""The job as the user writes it: options of `cbgen run`, or a YAML file of the same names."""
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import yaml
+
+from cbgen.config import ContinuousBatchingConfig
+from cbgen.errors import UsageError
+
+OUTPUT_SUFFIXES = (".parquet", ".jsonl")
+SPEC_SUFFIXES = (".yaml", ".yml")
+
+
+class JobSpec(pydantic.BaseModel):
+    """Every option of a run. The names are those of the command line with underscores."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    input: list[str]
+    model: str
+    out: str
+    revision: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    template: str | None = None
+    system_prompt: str | None = None
+    chat: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    limit: pydantic.NonNegativeInt | None = None
+
+    max_tokens: int = 512
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
+    n: pydantic.PositiveInt = 1
+    ignore_eos: bool = False
+
+    output_token_ids: bool = False
+    output_prefix: str = ""
+    summary: str | None = None
+    resume: Literal["if-possible", "always", "never"] = "if-possible"
+    part_rows: pydantic.PositiveInt = 10_000
+    part_interval: pydantic.PositiveFloat = 60.0
+
+    page_size: int | None = None
+    num_blocks: int | None = None
+    max_batch_tokens: int | None = None
+    max_requests_per_batch: int | None = None
+    max_memory_percent: float | None = None
+    gpu_memory_utilization: float | None = None
+    scheduler_type: str = "fifo"
+    safety_margin: float | None = None
+
+    @pydantic.field_validator("input", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @pydantic.field_validator("out")
+    @classmethod
+    def _known_suffix(cls, value: str) -> str:
+        if Path(value).suffix not in OUTPUT_SUFFIXES:
+            raise ValueError(f"{value}: the format is told by the extension, one of {', '.join(OUTPUT_SUFFIXES)}")
+        return value
+
+    @property
+    def output(self) -> Path:
+        return Path(self.out).expanduser()
+
+    def engine_config(self) -> ContinuousBatchingConfig:
+        return ContinuousBatchingConfig(
+            page_size=self.page_size,
+            num_blocks=self.num_blocks,
+            max_batch_tokens=self.max_batch_tokens,
+            max_requests_per_batch=self.max_requests_per_batch,
+            max_memory_percent=self.max_memory_percent,
+            scheduler_type=self.scheduler_type,
+            safety_margin=self.safety_margin,
+        )
+
+
+def build_spec(values: dict[str, Any]) -> JobSpec:
+    """Validates options; raises UsageError with the option, what is wrong, and the nearest name for an unknown one."""
+    try:
+        return JobSpec(**values)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "job"
+        if first["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(name, JobSpec.model_fields, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UsageError(f"unknown option {name!r}{hint}") from error
+        if first["type"] == "missing":
+            raise UsageError(f"{option_name(name)} is missing") from error
+        raise UsageError(f"{option_name(name)}: {first['msg'].removeprefix('Value error, ')}") from error
+
+
+def read_spec_file(path: Path) -> dict[str, Any]:
+    """The options in a YAML job spec. Raises UsageError for a file that is not one."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}: no such job spec") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"{path}: not a readable YAML file: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise UsageError(f"{path}: a job spec is a mapping of options, such as `model: smollm2`")
+    return values
+
+
+def option_name(field: str) -> str:
+    """How the command line spells a field."""
+    return "INPUT" if field == "input" else "--" + field.replace("_", "-")
