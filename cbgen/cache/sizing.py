@@ -67,8 +67,8 @@ def plan_cache(shape: ModelShape, config: ResolvedConfig, chunk_bytes: int, free
         needed = bytes_from_chunks(wanted + NUM_RESERVED_CHUNKS, chunk_bytes) + activations
         raise MemoryPlanError(
             f"a cache of {wanted} blocks ({wanted * config.page_size} tokens) needs {mib(needed)} with activations; "
-            f"of {mib(free_bytes)} free, {config.max_memory_percent:.0%} may be used, room for {max(0, fitting)} blocks; "
-            "lower --num-blocks, --max-batch-tokens or --max-requests-per-batch, or raise --max-memory-percent"
+            f"of {mib(free_bytes)} free, {config.max_memory_percent:.0%} may be used, room for {max(0, fitting)} "
+            "blocks; lower --num-blocks, --max-batch-tokens or --max-requests-per-batch, or raise --max-memory-percent"
         )
     return CachePlan(num_blocks + NUM_RESERVED_CHUNKS, num_blocks, chunk_bytes, activations)
 

@@ -78,7 +78,7 @@ def describe(
 def load(description: ModelDescription, device: torch.device) -> tuple[PreTrainedModel, ModelShape]:
     """Loads the weights and makes the model attend through cbgen. Raises ModelError when it is not supported."""
     if description.location is None:
-        model = tiny_random.build_model(description.dtype)
+        model: Any = tiny_random.build_model(description.dtype)
     else:
         model = _from_hub(
             description.name,
@@ -86,8 +86,8 @@ def load(description: ModelDescription, device: torch.device) -> tuple[PreTraine
                 description.location, revision=description.revision, dtype=description.dtype
             ),
         )
-    model = model.to(device=device).eval()
-    return model, seam.attach(model, description.name, description.max_model_len)
+    model = model.to(device)
+    return model.eval(), seam.attach(model, description.name, description.max_model_len)
 
 
 def _describe_tiny(dtype: torch.dtype, max_model_len: int | None) -> ModelDescription:
@@ -146,8 +146,8 @@ def _hub_advice(error: Exception) -> str:
         return "not a folder, a .gguf file, smollm2, tiny-random or a hub id (private ones need `hf auth login`)"
     if any(isinstance(link, LocalEntryNotFoundError) for link in chain) or "offline" in str(error).lower():
         return (
-            "not in the local cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set): give the path of a folder "
-            "or .gguf file, or run once with a connection"
+            "not in the local cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set): give the path of a "
+            "folder or .gguf file, or run once with a connection"
         )
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
@@ -193,7 +193,7 @@ def _sampling_defaults(generation: GenerationConfig) -> dict[str, float | int]:
 
 
 def _context(config: PretrainedConfig, asked: int | None, name: str) -> int:
-    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    own: Any = getattr(config.get_text_config(), "max_position_embeddings", None)
     if own is None and asked is None:
         raise UsageError(f"--model {name}: its config does not say how long its context is; give --max-model-len")
     if own is not None and asked is not None and asked > own:

@@ -1,5 +1,7 @@
 """`--model tiny-random`: a very small Llama with a byte tokenizer, made in memory from a fixed seed; no download."""
 
+from typing import Any
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -45,9 +47,9 @@ def build_model(dtype: torch.dtype) -> LlamaForCausalLM:
     """The same weights every time, whatever the caller's random state, which stays as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = LlamaForCausalLM(build_config())
+        model: Any = LlamaForCausalLM(build_config())
     model.generation_config = build_generation_config()
-    return model.to(dtype=dtype)
+    return model.to(dtype)
 
 
 def build_generation_config() -> GenerationConfig:
