@@ -71,7 +71,7 @@ class Manager:
     def run(self, source: RequestSource) -> Iterator[RequestState]:
         """Yields every request of the source once it has finished, in the order of finishing."""
         while self.scheduler.has_work or not source.exhausted:
-            yield from self._pull(source)
+            yield from self.pull(source)
             if self.scheduler.has_work:
                 yield from self.step()
 
@@ -86,7 +86,7 @@ class Manager:
         self._relieve(batch)
         return finished
 
-    def _pull(self, source: RequestSource) -> list[RequestState]:
+    def pull(self, source: RequestSource) -> list[RequestState]:
         """Fills the queue; returns the requests that were refused, finished as errors."""
         room = self._max_waiting - self.scheduler.num_waiting
         taken = source.take(room, wait=not self.scheduler.has_work) if room > 0 else []

@@ -75,7 +75,7 @@ def attach(model: PreTrainedModel, name: str, max_model_len: int) -> ModelShape:
     if not difference <= TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16]):
         raise _refused(
             name,
-            f"its logits for two sequences in one batch differ from its own for each alone (by {difference:.1e}), so it "
+            f"two sequences in one batch give other logits than each alone (by {difference:.1e}), so it "
             "does more than attention over positions (recurrent or convolutional state, biases by distance)",
         )
     return shape

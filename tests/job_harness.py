@@ -1,0 +1,60 @@
+"""Runs `cbgen` as its users do: in this process for speed, or as a process of its own that can be killed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from typer.testing import CliRunner, Result
+
+from cbgen.cli import app
+
+REPOSITORY = Path(__file__).parents[1]
+SAMPLES = REPOSITORY / "sample_data"
+TIMING_COLUMNS = ["queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "arrival_time", "finish_time"]
+
+
+def cbgen(*arguments: object) -> Result:
+    """`cbgen ARGUMENTS` in this process. A traceback is a failure of the test, whatever the exit code."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def run_tiny(source: object, out: Path, *options: object, code: int = 0) -> list[dict[str, Any]]:
+    """The output rows of a run with the tiny model."""
+    result = cbgen("run", source, "--model", "tiny-random", "--out", out, *options)
+    assert result.exit_code == code, result.output
+    return read_rows(out)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return pq.read_table(path).to_pylist()
+
+
+def without_timing(table: pa.Table) -> pa.Table:
+    """What two runs of one job have in common."""
+    return table.drop_columns(TIMING_COLUMNS).replace_schema_metadata(None)
+
+
+def start_process(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "cbgen", *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path

@@ -1,0 +1,84 @@
+"""Options as written and as resolved: defaults of each device, and values that are refused."""
+
+from dataclasses import FrozenInstanceError, asdict
+
+import pytest
+
+from cbgen.config import ContinuousBatchingConfig
+from cbgen.errors import EXIT_USAGE, UsageError
+
+NAN = float("nan")
+DEVICES = ["cpu", "cuda", "mps"]
+OUT_OF_RANGE = {
+    "page_size": [0, -1],
+    "num_blocks": [0, -5],
+    "max_batch_tokens": [0, -512],
+    "max_requests_per_batch": [0, -1],
+    "max_memory_percent": [0.0, -0.1, 1.0001, 90, NAN, float("inf")],
+    "safety_margin": [-0.01, 1.0, 15, NAN, float("inf")],
+    "scheduler_type": ["", "FIFO", "lifo"],
+}
+AT_THE_EDGE = {
+    "page_size": [1, 4096],
+    "num_blocks": [1, 10**9],
+    "max_batch_tokens": [1, 10**6],
+    "max_requests_per_batch": [1, 10**5],
+    "max_memory_percent": [1e-9, 1.0],
+    "safety_margin": [0.0, 0.999],
+    "scheduler_type": ["fifo"],
+}
+
+
+def pairs(values: dict[str, list]) -> list[tuple[str, object]]:
+    return [(option, value) for option, candidates in values.items() for value in candidates]
+
+
+@pytest.mark.parametrize(
+    ("device_type", "page_size", "max_batch_tokens", "max_requests_per_batch", "max_memory_percent"),
+    [("cpu", 32, 512, 128, 0.5), ("cuda", 256, 4096, 256, 0.9), ("mps", 32, 512, 64, 0.4)],
+)
+def test_defaults_come_from_the_device(
+    device_type, page_size, max_batch_tokens, max_requests_per_batch, max_memory_percent
+):
+    """Without options everything but the size of the cache is settled, and the margin is that of FIFO."""
+    assert asdict(ContinuousBatchingConfig().resolve(device_type)) == {
+        "page_size": page_size,
+        "num_blocks": None,
+        "max_batch_tokens": max_batch_tokens,
+        "max_requests_per_batch": max_requests_per_batch,
+        "max_memory_percent": max_memory_percent,
+        "scheduler_type": "fifo",
+        "safety_margin": 0.15,
+    }
+
+
+@pytest.mark.parametrize("device_type", DEVICES)
+@pytest.mark.parametrize(("option", "value"), pairs(AT_THE_EDGE))
+def test_a_value_given_is_kept_and_changes_nothing_else(option, value, device_type):
+    """The ends of each range are in it, and an option moves no other; a margin of 0 is not a missing one."""
+    resolved = asdict(ContinuousBatchingConfig(**{option: value}).resolve(device_type))
+    assert resolved == {**asdict(ContinuousBatchingConfig().resolve(device_type)), option: value}
+
+
+@pytest.mark.parametrize("device_type", DEVICES)
+@pytest.mark.parametrize(("option", "value"), pairs(OUT_OF_RANGE))
+def test_a_value_out_of_range_is_refused_by_name(option, value, device_type):
+    """The message names the option and the value, and the command ends as for any usage error."""
+    with pytest.raises(UsageError) as refused:
+        ContinuousBatchingConfig(**{option: value}).resolve(device_type)
+    assert str(refused.value).startswith(f"{option}: ")
+    assert str(value) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert refused.value.exit_code == EXIT_USAGE == 2
+
+
+def test_every_option_has_its_range_tested():
+    """A new option must come with its range here."""
+    assert set(OUT_OF_RANGE) == set(AT_THE_EDGE) == set(asdict(ContinuousBatchingConfig()))
+
+
+@pytest.mark.parametrize("config", [ContinuousBatchingConfig(), ContinuousBatchingConfig().resolve("cpu")])
+def test_a_config_cannot_be_changed(config):
+    """Resolved once, then the same for everyone who reads it."""
+    with pytest.raises(FrozenInstanceError):
+        config.page_size = 8

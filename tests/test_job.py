@@ -1,0 +1,229 @@
+"""The main job on the tiny model: what goes in, what comes out, what the summary says."""
+
+import datetime
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from job_harness import SAMPLES, TIMING_COLUMNS, cbgen, read_rows, run_tiny, without_timing, write_jsonl
+
+from cbgen.data.assembly import read_footer
+
+OUTPUT_COLUMNS = ["completion", "finish_reason", "error", "prompt_tokens", "completion_tokens", *TIMING_COLUMNS]
+
+
+def test_bad_rows_are_error_rows(tmp_path: Path) -> None:
+    """20 rows, 6 of them bad in six ways: 20 rows out, 14 completions, 6 reasons, exit code 3."""
+    rows = run_tiny(SAMPLES / "mixed.jsonl", tmp_path / "out.parquet", "--max-tokens", 8, code=3)
+    assert len(rows) == 20
+    good = [row for row in rows if row["error"] is None]
+    bad = {number: row["error"] for number, row in enumerate(rows, start=1) if row["error"] is not None}
+    assert len(good) == 14
+    assert all(row["completion"] is not None and row["completion_tokens"] > 0 for row in good)
+    expected = {3: "empty", 6: "temperature", 9: "null", 12: "line 12", 15: "a number (42)", 18: "max_tokens"}
+    assert bad.keys() == expected.keys()
+    assert all(words in bad[number] for number, words in expected.items()), bad
+    assert all(rows[number - 1]["finish_reason"] == "error" for number in bad)
+
+
+def test_schema_is_fixed_and_input_columns_are_kept(tmp_path: Path) -> None:
+    """Every input column with its own type and values, then the result columns, whatever the rows hold."""
+    table = pa.table(
+        {
+            "prompt": pa.array(["one", "two", None]),
+            "when": pa.array(
+                [datetime.datetime(2024, 5, 6, tzinfo=datetime.timezone.utc)] * 3, pa.timestamp("ms", "CET")
+            ),
+            "nested": pa.array([[{"a": 1}], [], None], pa.list_(pa.struct([("a", pa.int8())]))),
+            "label": pa.array(["x", "y", "x"]).dictionary_encode(),
+            "nothing": pa.nulls(3),
+        }
+    )
+    pq.write_table(table, tmp_path / "in.parquet")
+    run_tiny(tmp_path / "in.parquet", tmp_path / "out.parquet", "--max-tokens", 1, code=3)
+    result = pq.read_table(tmp_path / "out.parquet")
+    assert result.schema.names == table.schema.names + OUTPUT_COLUMNS
+    assert result.select(table.schema.names).replace_schema_metadata(None).equals(table)
+    assert result.schema.field("error").type == pa.string()
+    assert result.schema.field("finish_time").type == pa.timestamp("us", tz="UTC")
+    assert result["tpot_s"].to_pylist() == [None] * 3, "one token has no time per later token"
+
+
+def test_samples_of_a_row(tmp_path: Path) -> None:
+    """n > 1 gives so many rows for each, with sample_index, in input order, and samples that differ."""
+    options = ("--n", 3, "--temperature", 1, "--max-tokens", 6, "--limit", 5, "--output-token-ids")
+    rows = run_tiny(SAMPLES / "questions.jsonl", tmp_path / "out.jsonl", *options)
+    source = read_rows(SAMPLES / "questions.jsonl")[:5]
+    assert [row["id"] for row in rows] == [row["id"] for row in source for _ in range(3)]
+    assert [row["sample_index"] for row in rows] == [0, 1, 2] * 5
+    assert len({tuple(row["completion_ids"]) for row in rows[:3]}) == 3
+    assert all(len(row["completion_ids"]) == row["completion_tokens"] for row in rows)
+
+
+def test_draws_depend_on_the_row_alone(tmp_path: Path) -> None:
+    """The same job reordered, in other batches and in shards gives each row the same sample; another seed does not."""
+    rows = read_rows(SAMPLES / "questions.jsonl")[:12]
+    options = ("--temperature", 1, "--max-tokens", 8)
+
+    def completions(name: str, part: list[dict[str, object]], *more: object) -> dict[str, str]:
+        source = write_jsonl(tmp_path / f"{name}.jsonl", part)
+        return {row["id"]: row["completion"] for row in run_tiny(source, tmp_path / f"{name}.parquet", *options, *more)}
+
+    whole = completions("whole", rows)
+    assert completions("reversed", rows[::-1], "--max-num-seqs", 3, "--max-num-batched-tokens", 32) == whole
+    assert completions("first", rows[:5]) | completions("second", rows[5:]) == whole
+    other = completions("seeded", rows, "--seed", 1)
+    assert sum(other[name] != whole[name] for name in whole) > 6
+
+
+def test_equal_rows_are_all_there(tmp_path: Path) -> None:
+    """Identical prompts give as many rows; greedy ones are equal, sampled ones are drawn apart."""
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "same"}] * 10)
+    assert len({row["completion"] for row in run_tiny(source, tmp_path / "greedy.parquet", "--max-tokens", 8)}) == 1
+    sampled = run_tiny(source, tmp_path / "sampled.parquet", "--max-tokens", 8, "--temperature", 1)
+    assert len(sampled) == 10
+    assert len({row["completion"] for row in sampled}) > 5
+
+
+def test_row_columns_override_the_command_line(tmp_path: Path) -> None:
+    """max_tokens, temperature and seed of a row are its own; what a row leaves null comes from the command."""
+    rows = [
+        {"prompt": "a"},
+        {"prompt": "a", "max_tokens": 3},
+        {"prompt": "a", "temperature": 1.5, "seed": 5},
+        {"prompt": "a", "temperature": 1.5, "seed": 5},
+    ]
+    plain, short, drawn, again = run_tiny(
+        write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "o.jsonl", "--max-tokens", 9
+    )
+    assert (plain["completion_tokens"], short["completion_tokens"]) == (9, 3)
+    assert drawn["completion"] == again["completion"] != plain["completion"]
+
+
+def test_prompt_ids_messages_and_templates(tmp_path: Path) -> None:
+    """The three forms of a prompt, and a template over columns, reach the model as the tokens they stand for."""
+    rows = [
+        {"prompt_ids": list(b"hello"), "messages": [{"role": "user", "content": "hi"}], "prompt": "x", "name": "Ann"}
+    ]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    options = ("--max-tokens", 2, "--summary", tmp_path / "s.json")
+
+    def prompt_tokens(*more: object) -> int:
+        return run_tiny(source, tmp_path / "out.parquet", *options, *more, "--resume", "never")[0]["prompt_tokens"]
+
+    assert prompt_tokens() == 5, "ids are taken first"
+    assert prompt_tokens("--prompt-column", "prompt") == 1
+    assert prompt_tokens("--template", "Hi {{ name }}!") == len("Hi Ann!")
+    turn = len("user\nhi") + 2
+    answer = 1 + len("assistant\n")
+    assert prompt_tokens("--messages-column", "messages") == turn + answer
+    system = len("system\nBe brief.") + 2
+    assert prompt_tokens("--messages-column", "messages", "--system-prompt", "Be brief.") == system + turn + answer
+    assert prompt_tokens("--prompt-column", "name", "--chat") == len("user\nAnn") + 2 + answer
+
+
+def test_max_tokens_is_clamped_to_the_context_and_counted(tmp_path: Path) -> None:
+    """A max_tokens beyond the context ends at the context, and the summary counts it; a prompt beyond it is an error."""
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "x" * 40}, {"prompt": "x" * 64}, {"prompt": "x" * 65}])
+    options = ("--max-model-len", 64, "--summary", tmp_path / "s.json", "--ignore-eos")
+    clamped, full, beyond = run_tiny(source, tmp_path / "out.parquet", *options, code=3)
+    assert (clamped["completion_tokens"], clamped["finish_reason"]) == (24, "length")
+    assert "64" in full["error"]
+    assert "65 tokens" in beyond["error"]
+    assert json.loads((tmp_path / "s.json").read_text())["clamped_max_tokens"] == 1
+
+
+def test_summary_and_last_line(tmp_path: Path) -> None:
+    """The last line is the throughput as vLLM prints it; the summary's figures agree with the rows."""
+    result = cbgen(
+        *("run", SAMPLES / "questions.jsonl", "--model", "tiny-random", "--out", tmp_path / "out.parquet"),
+        *("--max-tokens", 5, "--summary", tmp_path / "s.json"),
+    )
+    rows, summary = read_rows(tmp_path / "out.parquet"), json.loads((tmp_path / "s.json").read_text())
+    line = result.stdout.splitlines()[-1]
+    assert line == (
+        f"Throughput: {summary['requests_per_second']:.2f} requests/s, {summary['total_tokens_per_second']:.2f} total "
+        f"tokens/s, {summary['output_tokens_per_second']:.2f} output tokens/s"
+    )
+    assert summary["rows_total"] == summary["rows_ok"] == len(rows) == 40
+    assert summary["output_tokens"] == sum(row["completion_tokens"] for row in rows)
+    assert summary["prompt_tokens"] == summary["computed_prompt_tokens"] == sum(row["prompt_tokens"] for row in rows)
+    assert summary["total_tokens_per_second"] == pytest.approx(
+        (summary["prompt_tokens"] + summary["output_tokens"]) / summary["elapsed_s"]
+    )
+    for name in ("rows_failed", "prefix_hit_tokens", "offloads", "soft_resets", "recomputed_tokens"):
+        assert summary[name] == 0
+    assert summary["peak_memory_bytes"] > 0
+    assert summary["versions"]["torch"]
+    assert summary["config"]["engine"]["num_blocks"] > 0
+
+
+def test_footer_records_the_job(tmp_path: Path) -> None:
+    """The Parquet footer names model, resolved options, template hash, seed and versions."""
+    run_tiny(SAMPLES / "chat.jsonl", tmp_path / "out.parquet", "--max-tokens", 2, "--seed", 7)
+    footer = read_footer(tmp_path / "out.parquet")
+    assert footer is not None
+    assert footer["fingerprint"]["model"] == "tiny-random"
+    assert footer["fingerprint"]["max_tokens"] == 2
+    assert footer["fingerprint"]["seed"] == 7
+    assert len(footer["fingerprint"]["chat_template_sha256"]) == 64
+    assert {"cbgen", "torch", "transformers"} <= footer["versions"].keys()
+    assert not (tmp_path / "out.parquet.parts").exists()
+
+
+def test_a_job_with_an_outgrown_cache_finishes(tmp_path: Path) -> None:
+    """A cache far too small for the batch changes no token, and the summary says what happened."""
+    roomy = run_tiny(SAMPLES / "questions.jsonl", tmp_path / "roomy.parquet", "--max-tokens", 60)
+    options = (
+        "--max-tokens",
+        60,
+        "--num-blocks",
+        40,
+        "--page-size",
+        8,
+        "--safety-margin",
+        0,
+        "--summary",
+        tmp_path / "s",
+    )
+    tight = run_tiny(SAMPLES / "questions.jsonl", tmp_path / "tight.parquet", *options)
+    assert [row["completion"] for row in tight] == [row["completion"] for row in roomy]
+    summary = json.loads((tmp_path / "s").read_text())
+    assert summary["soft_resets"] == summary["offloads"] > 0
+    assert summary["recomputed_tokens"] > 0
+
+
+def test_empty_input(tmp_path: Path) -> None:
+    """No rows in, no rows out, with the schema, and that is no failure."""
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "in.parquet")
+    assert run_tiny(tmp_path / "in.parquet", tmp_path / "out.parquet") == []
+    assert pq.read_schema(tmp_path / "out.parquet").names == ["prompt", *OUTPUT_COLUMNS]
+
+
+def test_only_failed_rows(tmp_path: Path) -> None:
+    """When every row fails the exit code is not 0, and no weights are needed to find out."""
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": ""}, {"prompt": None}])
+    rows = run_tiny(source, tmp_path / "out.parquet", code=3)
+    assert [row["finish_reason"] for row in rows] == ["error", "error"]
+
+
+def test_two_jobs_in_one_process_are_alike(tmp_path: Path) -> None:
+    """Nothing of a job is left over for the next one."""
+    for name in ("first", "second"):
+        run_tiny(SAMPLES / "questions.jsonl", tmp_path / f"{name}.parquet", "--max-tokens", 6, "--temperature", 0.9)
+    first, second = (without_timing(pq.read_table(tmp_path / f"{name}.parquet")) for name in ("first", "second"))
+    assert first.equals(second)
+
+
+def test_output_of_cbgen_as_input(tmp_path: Path) -> None:
+    """Columns that bear an output column's name are refused, unless a prefix tells them apart."""
+    run_tiny(SAMPLES / "questions.jsonl", tmp_path / "first.parquet", "--max-tokens", 2)
+    refused = cbgen("run", tmp_path / "first.parquet", "--model", "tiny-random", "--out", tmp_path / "second.parquet")
+    assert refused.exit_code == 2
+    assert "--output-prefix" in refused.output
+    rows = run_tiny(
+        tmp_path / "first.parquet", tmp_path / "second.parquet", "--max-tokens", 2, "--output-prefix", "new_"
+    )
+    assert rows[0]["new_completion"] == rows[0]["completion"]

@@ -1,0 +1,160 @@
+"""A job that is stopped, by whatever, and run again ends as if it had never been stopped; another job is refused."""
+
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from job_harness import SAMPLES, cbgen, read_rows, run_tiny, start_process, without_timing, write_jsonl
+
+JOB = ("--model", "tiny-random", "--max-tokens", 40, "--temperature", 0.8, "--max-requests-per-batch", 4)
+OFTEN = ("--part-rows", 5, "--part-interval", 0.2)
+TIMEOUT_S = 300
+
+
+def questions(tmp_path: Path, copies: int = 6) -> Path:
+    rows = read_rows(SAMPLES / "questions.jsonl")
+    return write_jsonl(tmp_path / "in.jsonl", [row | {"copy": n} for n in range(copies) for row in rows])
+
+
+def wait_for_parts(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+    """Until the job has published so many parts; fails when it ends before."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(list(folder.glob("part-*.parquet"))) < count:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_killed_five_times(tmp_path: Path) -> None:
+    """kill -9 at five moments of a job's life; what comes out equals the uninterrupted run."""
+    source, out = questions(tmp_path), tmp_path / "out.parquet"
+    rng, parts = random.Random(0), tmp_path / "out.parquet.parts"
+    for _ in range(5):
+        done = len(list(parts.glob("part-*.parquet")))
+        process = start_process("run", source, "--out", out, *JOB, *OFTEN)
+        wait_for_parts(process, parts, done + rng.randint(1, 4))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        process.communicate()
+        assert not out.exists()
+    assert pq.read_table(sorted(parts.glob("part-*.parquet"))[0]).num_rows > 0
+    last = cbgen("run", source, "--out", out, *JOB, "--summary", tmp_path / "s.json")
+    assert last.exit_code == 0, last.output
+    whole = run_tiny(source, tmp_path / "whole.parquet", *JOB[2:])
+    assert len(whole) == 240
+    assert without_timing(pq.read_table(out)).equals(without_timing(pq.read_table(tmp_path / "whole.parquet")))
+    assert '"rows_resumed": 0' not in (tmp_path / "s.json").read_text()
+    assert not parts.exists()
+
+
+def test_interrupted_from_the_keyboard(tmp_path: Path) -> None:
+    """Ctrl-C publishes what has finished, says how to go on in one line, and exits with 130."""
+    source, out = questions(tmp_path), tmp_path / "out.parquet"
+    parts = tmp_path / "out.parquet.parts"
+    process = start_process("run", source, "--out", out, *JOB, "--part-rows", 20)
+    wait_for_parts(process, parts, 1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "the same command continues the job" in errors
+    run_tiny(source, out, *JOB[2:])
+    run_tiny(source, tmp_path / "whole.parquet", *JOB[2:])
+    assert without_timing(pq.read_table(out)).equals(without_timing(pq.read_table(tmp_path / "whole.parquet")))
+
+
+def stopped_job(tmp_path: Path, source: Path) -> Path:
+    """A job on `source` that was killed after it published some parts; returns its output path."""
+    out = tmp_path / "out.parquet"
+    process = start_process("run", source, "--out", out, *JOB, *OFTEN)
+    wait_for_parts(process, tmp_path / "out.parquet.parts", 2)
+    process.kill()
+    process.communicate()
+    return out
+
+
+def test_another_job_on_the_same_output_is_refused(tmp_path: Path) -> None:
+    """A changed option that changes results is named with both values; what does not change results is free."""
+    source = questions(tmp_path)
+    out = stopped_job(tmp_path, source)
+    before = sorted(path.name for path in (tmp_path / "out.parquet.parts").glob("part-*"))
+    refused = cbgen("run", source, "--out", out, *JOB, "--temperature", 0.7)
+    assert refused.exit_code == 4
+    assert "temperature is 0.7 now and was 0.8" in refused.output
+    assert sorted(path.name for path in (tmp_path / "out.parquet.parts").glob("part-*")) == before
+    assert cbgen("run", source, "--out", out, *JOB, "--max-num-batched-tokens", 100, "--page-size", 8).exit_code == 0
+
+
+def test_edited_reordered_and_appended_input(tmp_path: Path) -> None:
+    """Finished rows are recognised by what they ask for; only new and changed ones run; other columns show new values."""
+    source = questions(tmp_path)
+    out = stopped_job(tmp_path, source)
+    done = sum(pq.read_metadata(part).num_rows for part in (tmp_path / "out.parquet.parts").glob("part-*"))
+    rows = read_rows(source)
+    changed = [{**row, "id": "new " + row["id"]} for row in reversed(rows)] + [
+        {"id": "z", "prompt": "Another?", "copy": 9}
+    ]
+    write_jsonl(source, changed)
+    resumed = run_tiny(source, out, *JOB[2:], "--summary", tmp_path / "s.json")
+    assert [row["id"] for row in resumed] == [row["id"] for row in changed]
+    assert f'"rows_resumed": {done}' in (tmp_path / "s.json").read_text()
+    by_prompt = {row["prompt"]: set() for row in resumed}
+    for row in resumed:
+        by_prompt[row["prompt"]].add(row["completion"])
+    for row in run_tiny(questions(tmp_path), tmp_path / "whole.parquet", *JOB[2:]):
+        assert row["completion"] in by_prompt[row["prompt"]]
+
+
+def test_a_finished_job_answers_at_once_and_is_not_overwritten(tmp_path: Path) -> None:
+    """Run again, it says so; with other options, or by a foreign file's name, it is refused; `never` starts anew."""
+    source, out = SAMPLES / "questions.jsonl", tmp_path / "out.parquet"
+    run_tiny(source, out, "--max-tokens", 3)
+    content = out.read_bytes()
+    again = cbgen("run", source, "--model", "tiny-random", "--out", out, "--max-tokens", 3)
+    assert again.exit_code == 0
+    assert "is complete: 40 rows ok" in again.output.replace("\n", " ")
+    other = cbgen("run", source, "--model", "tiny-random", "--out", out, "--max-tokens", 4)
+    assert other.exit_code == 4
+    assert "max_tokens is 4 now and was 3" in other.output
+    assert out.read_bytes() == content
+    assert run_tiny(source, out, "--max-tokens", 4, "--resume", "never")[0]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 torn", b"anything"])
+def test_a_foreign_or_torn_output_is_neither_done_nor_overwritten(tmp_path: Path, content: bytes) -> None:
+    """A file without cbgen's footer at the output is refused, even with `--resume never`."""
+    out = tmp_path / "out.parquet"
+    out.write_bytes(content)
+    for resume in ("if-possible", "never"):
+        refused = cbgen("run", SAMPLES / "chat.jsonl", "--model", "tiny-random", "--out", out, "--resume", resume)
+        assert refused.exit_code == 4
+        assert out.read_bytes() == content
+
+
+def test_a_lost_part_is_generated_again(tmp_path: Path) -> None:
+    """A part that is torn or deleted costs its rows, which run again, and nothing else."""
+    source = questions(tmp_path)
+    out = stopped_job(tmp_path, source)
+    first, second, *_ = sorted((tmp_path / "out.parquet.parts").glob("part-*.parquet"))
+    first.write_bytes(first.read_bytes()[:100])
+    second.unlink()
+    run_tiny(source, out, *JOB[2:])
+    run_tiny(source, tmp_path / "whole.parquet", *JOB[2:])
+    assert without_timing(pq.read_table(out)).equals(without_timing(pq.read_table(tmp_path / "whole.parquet")))
+
+
+def test_two_runs_on_one_output(tmp_path: Path) -> None:
+    """The second is refused while the first is at work, and does it no harm."""
+    source, out = questions(tmp_path), tmp_path / "out.parquet"
+    process = start_process("run", source, "--out", out, *JOB, *OFTEN)
+    wait_for_parts(process, tmp_path / "out.parquet.parts", 1)
+    refused = cbgen("run", source, "--out", out, *JOB)
+    assert refused.exit_code == 4
+    assert "another run is writing this output" in refused.output
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, errors
+    assert pq.read_metadata(out).num_rows == 240
