@@ -11,6 +11,7 @@ from rich.console import Console
 
 import cbgen
 from cbgen.errors import EXIT_FATAL, EXIT_INTERRUPTED, CbgenError, UsageError
+from cbgen.report import print_line
 
 app = typer.Typer(
     name="cbgen",
@@ -211,7 +212,7 @@ def _run(given: dict[str, Any], console: Console) -> int:
     if outcome.summary is not None:
         if outcome.summary.rows_failed:
             figures = outcome.summary
-            console.print(f"{figures.rows_failed} of {figures.rows_total} rows failed: see their error column")
+            print_line(console, f"{figures.rows_failed} of {figures.rows_total} rows failed: see their error column")
         sys.stderr.flush()
         typer.echo(outcome.summary.throughput_line())
     return outcome.exit_code
@@ -232,12 +233,10 @@ def _guarded(console: Console, command: Any) -> int:
     try:
         return command()
     except CbgenError as error:
-        console.print(f"cbgen: {error}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"cbgen: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        console.print(
-            "cbgen: interrupted; finished rows are published, the same command continues the job", markup=False
-        )
+        print_line(console, "cbgen: interrupted; finished rows are published, the same command continues the job")
         return EXIT_INTERRUPTED
 
 

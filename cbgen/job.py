@@ -27,7 +27,7 @@ from cbgen.jobspec import JobSpec
 from cbgen.models.loading import ModelDescription, describe, load
 from cbgen.pipeline import Collector, Feeder, sample_key
 from cbgen.prompting import OPTION_COLUMNS, Prompter, PromptSource, resolve_source
-from cbgen.report import ProgressReporter, Snapshot, Summary, print_first_prompt, print_resolved, versions
+from cbgen.report import ProgressReporter, Snapshot, Summary, print_first_prompt, print_line, print_resolved, versions
 from cbgen.row_checks import checked_params
 
 
@@ -61,7 +61,9 @@ def run_job(spec: JobSpec, console: Console) -> Outcome:
     if spec.resume == "never" or not folder.is_begun:
         finished = _finished_footer(job)
         if finished is not None:
-            console.print(f"{output} is complete: {finished['rows_ok']} rows ok, {finished['rows_failed']} failed")
+            print_line(
+                console, f"{output} is complete: {finished['rows_ok']} rows ok, {finished['rows_failed']} failed"
+            )
             return Outcome(_exit_code(finished["rows_failed"]), None)
     check_writable(output.parent)
     try:

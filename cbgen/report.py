@@ -70,17 +70,22 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+def print_line(console: Console, text: str) -> None:
+    """Prints text as it is: no markup read into it, no line broken by the width of the terminal."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_resolved(console: Console, lines: dict[str, str]) -> None:
     """One line per fact: everything that was chosen, whoever chose it."""
     for name, value in lines.items():
-        console.print(f"{name:<10}{value}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"{name:<10}{value}")
 
 
 def print_first_prompt(console: Console, text: str) -> None:
     """The first prompt as the model reads it, cut."""
     shown = text if len(text) <= PROMPT_PREVIEW_CHARS else text[:PROMPT_PREVIEW_CHARS] + " [...]"
     lines = ["first prompt, as rendered:", *(f"  | {line}" for line in shown.splitlines())]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    print_line(console, "\n".join(lines))
 
 
 @dataclass(frozen=True)
@@ -154,9 +159,4 @@ class ProgressReporter:
         fresh = snapshot.rows_done - self._before
         left_s = (self._total - snapshot.rows_done) * running_s / fresh if fresh > 0 else None
         eta = "unknown" if left_s is None else f"{left_s:.0f} s"
-        self._console.print(
-            f"{snapshot.rows_done}/{self._total} rows, {snapshot}, ETA {eta}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_line(self._console, f"{snapshot.rows_done}/{self._total} rows, {snapshot}, ETA {eta}")

@@ -160,5 +160,5 @@ def test_a_name_that_is_no_usable_device_is_refused(name):
 
 def test_a_card_that_is_not_there_is_refused():
     """The first number past the cards of this machine is a usage error, not a crash once the model is loaded."""
-    with pytest.raises(UsageError, match="^--device cuda:"):
+    with pytest.raises(UsageError, match=r"^--device cuda:"):
         pick_device(f"cuda:{torch.cuda.device_count()}")

@@ -1,6 +1,7 @@
 """A job that is stopped, by whatever, and run again ends as if it had never been stopped; another job is refused."""
 
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -10,12 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 from job_harness import SAMPLES, cbgen, read_rows, run_tiny, start_process, without_timing, write_jsonl
 
-JOB = ("--model", "tiny-random", "--max-tokens", 40, "--temperature", 0.8, "--max-requests-per-batch", 4)
-OFTEN = ("--part-rows", 5, "--part-interval", 0.2)
+JOB = ("--model", "tiny-random", "--max-tokens", 24, "--temperature", 0.8)
+# Small batches and small parts, so that a job lives long enough to be stopped with something done and something left.
+SLOWLY = ("--max-requests-per-batch", 4, "--part-rows", 5, "--part-interval", 0.2)
 TIMEOUT_S = 300
 
 
-def questions(tmp_path: Path, copies: int = 6) -> Path:
+def questions(tmp_path: Path, copies: int = 2) -> Path:
     rows = read_rows(SAMPLES / "questions.jsonl")
     return write_jsonl(tmp_path / "in.jsonl", [row | {"copy": n} for n in range(copies) for row in rows])
 
@@ -29,13 +31,19 @@ def wait_for_parts(process: subprocess.Popen[str], folder: Path, count: int) -> 
         time.sleep(0.01)
 
 
+def assert_equals_uninterrupted(tmp_path: Path, source: Path, out: Path) -> None:
+    """All but the timing equals a run that nothing stopped."""
+    run_tiny(source, tmp_path / "whole.parquet", *JOB[2:])
+    assert without_timing(pq.read_table(out)).equals(without_timing(pq.read_table(tmp_path / "whole.parquet")))
+
+
 def test_killed_five_times(tmp_path: Path) -> None:
     """kill -9 at five moments of a job's life; what comes out equals the uninterrupted run."""
-    source, out = questions(tmp_path), tmp_path / "out.parquet"
+    source, out = questions(tmp_path, copies=6), tmp_path / "out.parquet"
     rng, parts = random.Random(0), tmp_path / "out.parquet.parts"
     for _ in range(5):
         done = len(list(parts.glob("part-*.parquet")))
-        process = start_process("run", source, "--out", out, *JOB, *OFTEN)
+        process = start_process("run", source, "--out", out, *JOB, *SLOWLY)
         wait_for_parts(process, parts, done + rng.randint(1, 4))
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
@@ -44,9 +52,8 @@ def test_killed_five_times(tmp_path: Path) -> None:
     assert pq.read_table(sorted(parts.glob("part-*.parquet"))[0]).num_rows > 0
     last = cbgen("run", source, "--out", out, *JOB, "--summary", tmp_path / "s.json")
     assert last.exit_code == 0, last.output
-    whole = run_tiny(source, tmp_path / "whole.parquet", *JOB[2:])
-    assert len(whole) == 240
-    assert without_timing(pq.read_table(out)).equals(without_timing(pq.read_table(tmp_path / "whole.parquet")))
+    assert pq.read_metadata(out).num_rows == 240
+    assert_equals_uninterrupted(tmp_path, source, out)
     assert '"rows_resumed": 0' not in (tmp_path / "s.json").read_text()
     assert not parts.exists()
 
@@ -55,7 +62,7 @@ def test_interrupted_from_the_keyboard(tmp_path: Path) -> None:
     """Ctrl-C publishes what has finished, says how to go on in one line, and exits with 130."""
     source, out = questions(tmp_path), tmp_path / "out.parquet"
     parts = tmp_path / "out.parquet.parts"
-    process = start_process("run", source, "--out", out, *JOB, "--part-rows", 20)
+    process = start_process("run", source, "--out", out, *JOB, *SLOWLY)
     wait_for_parts(process, parts, 1)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=TIMEOUT_S)
@@ -63,24 +70,30 @@ def test_interrupted_from_the_keyboard(tmp_path: Path) -> None:
     assert "Traceback" not in errors
     assert "the same command continues the job" in errors
     run_tiny(source, out, *JOB[2:])
-    run_tiny(source, tmp_path / "whole.parquet", *JOB[2:])
-    assert without_timing(pq.read_table(out)).equals(without_timing(pq.read_table(tmp_path / "whole.parquet")))
+    assert_equals_uninterrupted(tmp_path, source, out)
 
 
-def stopped_job(tmp_path: Path, source: Path) -> Path:
-    """A job on `source` that was killed after it published some parts; returns its output path."""
-    out = tmp_path / "out.parquet"
-    process = start_process("run", source, "--out", out, *JOB, *OFTEN)
-    wait_for_parts(process, tmp_path / "out.parquet.parts", 2)
+@pytest.fixture(scope="module")
+def killed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with in.jsonl and the parts of a job to out.parquet that was killed in the middle."""
+    folder = tmp_path_factory.mktemp("killed")
+    process = start_process("run", questions(folder), "--out", folder / "out.parquet", *JOB, *SLOWLY)
+    wait_for_parts(process, folder / "out.parquet.parts", 2)
     process.kill()
     process.communicate()
-    return out
+    return folder
 
 
-def test_another_job_on_the_same_output_is_refused(tmp_path: Path) -> None:
+@pytest.fixture
+def stopped_job(killed_folder: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of it: the paths of input and output."""
+    shutil.copytree(killed_folder, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "in.jsonl", tmp_path / "out.parquet"
+
+
+def test_another_job_on_the_same_output_is_refused(tmp_path: Path, stopped_job: tuple[Path, Path]) -> None:
     """A changed option that changes results is named with both values; what does not change results is free."""
-    source = questions(tmp_path)
-    out = stopped_job(tmp_path, source)
+    source, out = stopped_job
     before = sorted(path.name for path in (tmp_path / "out.parquet.parts").glob("part-*"))
     refused = cbgen("run", source, "--out", out, *JOB, "--temperature", 0.7)
     assert refused.exit_code == 4
@@ -89,10 +102,9 @@ def test_another_job_on_the_same_output_is_refused(tmp_path: Path) -> None:
     assert cbgen("run", source, "--out", out, *JOB, "--max-num-batched-tokens", 100, "--page-size", 8).exit_code == 0
 
 
-def test_edited_reordered_and_appended_input(tmp_path: Path) -> None:
+def test_edited_reordered_and_appended_input(tmp_path: Path, stopped_job: tuple[Path, Path]) -> None:
     """Finished rows are recognised by what they ask for; only new and changed ones run; other columns show new values."""
-    source = questions(tmp_path)
-    out = stopped_job(tmp_path, source)
+    source, out = stopped_job
     done = sum(pq.read_metadata(part).num_rows for part in (tmp_path / "out.parquet.parts").glob("part-*"))
     rows = read_rows(source)
     changed = [{**row, "id": "new " + row["id"]} for row in reversed(rows)] + [
@@ -135,26 +147,24 @@ def test_a_foreign_or_torn_output_is_neither_done_nor_overwritten(tmp_path: Path
         assert out.read_bytes() == content
 
 
-def test_a_lost_part_is_generated_again(tmp_path: Path) -> None:
+def test_a_lost_part_is_generated_again(tmp_path: Path, stopped_job: tuple[Path, Path]) -> None:
     """A part that is torn or deleted costs its rows, which run again, and nothing else."""
-    source = questions(tmp_path)
-    out = stopped_job(tmp_path, source)
+    source, out = stopped_job
     first, second, *_ = sorted((tmp_path / "out.parquet.parts").glob("part-*.parquet"))
     first.write_bytes(first.read_bytes()[:100])
     second.unlink()
     run_tiny(source, out, *JOB[2:])
-    run_tiny(source, tmp_path / "whole.parquet", *JOB[2:])
-    assert without_timing(pq.read_table(out)).equals(without_timing(pq.read_table(tmp_path / "whole.parquet")))
+    assert_equals_uninterrupted(tmp_path, source, out)
 
 
 def test_two_runs_on_one_output(tmp_path: Path) -> None:
     """The second is refused while the first is at work, and does it no harm."""
     source, out = questions(tmp_path), tmp_path / "out.parquet"
-    process = start_process("run", source, "--out", out, *JOB, *OFTEN)
+    process = start_process("run", source, "--out", out, *JOB, *SLOWLY)
     wait_for_parts(process, tmp_path / "out.parquet.parts", 1)
     refused = cbgen("run", source, "--out", out, *JOB)
     assert refused.exit_code == 4
     assert "another run is writing this output" in refused.output
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors
-    assert pq.read_metadata(out).num_rows == 240
+    assert pq.read_metadata(out).num_rows == 80

@@ -39,6 +39,11 @@ def random_logits(rows: int, vocabulary: int = VOCABULARY, seed: int = 0) -> tor
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
+def even_logits(seed: int) -> torch.Tensor:
+    """[vocab], so close to each other that even the least likely token comes often in NUM_DRAWS draws."""
+    return torch.rand(VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 2.6
+
+
 def filtered_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """float64 [vocab]: what transformers would draw from, filtered in its order."""
     scores = TemperatureLogitsWarper(params.temperature)(None, logits[None].double())
@@ -51,7 +56,8 @@ def filtered_distribution(logits: torch.Tensor, params: SamplingParams) -> torch
 
 def draw_counts(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """[vocab]: how often each token comes in NUM_DRAWS draws, over 400 seeds and 50 positions."""
-    requests = [request_at(replace(params, seed=n // 50), n % 50) for n in range(NUM_DRAWS)]
+    seeded = [replace(params, seed=seed) for seed in range(NUM_DRAWS // 50)]
+    requests = [request_at(one, position) for one in seeded for position in range(50)]
     token_ids = sample(logits.expand(NUM_DRAWS, -1), requests)
     return torch.bincount(torch.tensor(token_ids), minlength=len(logits))
 
@@ -90,9 +96,9 @@ def test_a_temperature_near_zero_is_greedy(params, temperature):
 @pytest.mark.parametrize("options", FILTERS)
 def test_the_tokens_ever_drawn_are_those_transformers_keeps(options):
     """Over many draws each token that the warpers keep comes, and no other ever does."""
-    logits, params = random_logits(1, seed=4)[0], replace(GREEDY, **options)
+    logits, params = even_logits(seed=4), replace(GREEDY, **options)
     expected = filtered_distribution(logits, params)
-    assert expected[expected > 0].min() * NUM_DRAWS > 12, "each kept token must be likely to come"
+    assert expected[expected > 0].min() * NUM_DRAWS > 12, "each kept token must be certain to come"
     assert torch.equal(draw_counts(logits, params) > 0, expected > 0)
 
 
@@ -100,7 +106,7 @@ def test_the_tokens_ever_drawn_are_those_transformers_keeps(options):
 @pytest.mark.parametrize("seed", [5, 6])
 def test_draws_follow_the_filtered_distribution(options, seed):
     """The counts of 20,000 draws pass a chi-square test against the exact distribution."""
-    logits, params = random_logits(1, seed=seed)[0], replace(GREEDY, **options)
+    logits, params = even_logits(seed), replace(GREEDY, **options)
     probabilities, counts = filtered_distribution(logits, params), draw_counts(logits, params)
     kept = probabilities > 0
     expected = probabilities[kept] * NUM_DRAWS
@@ -112,8 +118,9 @@ def mixed_requests(count: int) -> list[RequestState]:
     """Greedy, plain and filtered rows by turns, with seeds of the whole 64 bits."""
     rng = np.random.default_rng(7)
     seeds = [0, 2**64 - 1, *rng.integers(0, 2**64, size=count - 2, dtype=np.uint64).tolist()]
-    kinds = [GREEDY, PLAIN, FILTERED, replace(PLAIN, top_k=40), replace(PLAIN, temperature=2.0, top_p=0.6)]
-    return [request_at(replace(kinds[row % 5], seed=seed), row % 11) for row, seed in enumerate(seeds)]
+    hot = replace(PLAIN, temperature=3.0)
+    kinds = [GREEDY, PLAIN, FILTERED, hot, replace(hot, top_k=40), replace(PLAIN, top_p=0.6)]
+    return [request_at(replace(kinds[row % 6], seed=seed), row % 11) for row, seed in enumerate(seeds)]
 
 
 @pytest.mark.parametrize("vocabulary", [50, 1003])
@@ -158,6 +165,27 @@ def test_a_masked_token_is_never_drawn(params):
     requests = [request_at(replace(params, seed=row)) for row in range(400)]
     token_ids = sample(logits.masked_fill(masked, -torch.inf), requests)
     assert not any(masked[row, token_id] for row, token_id in enumerate(token_ids))
+
+
+def seed_that_draws_first(output: int) -> int:
+    """SplitMix64 backwards: the seed whose number 0 is this output."""
+    state = output ^ (output >> 31) ^ (output >> 62)
+    state = state * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    state ^= (state >> 27) ^ (state >> 54)
+    state = state * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    state ^= (state >> 30) ^ (state >> 60)
+    return (state - 0x9E3779B97F4A7C15) % 2**64
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.999}], ids=["plain", "top_k", "top_p"])
+@pytest.mark.parametrize(("output", "draw"), [(0, 0.0), (2**64 - 1, 1 - 2**-53)], ids=["smallest", "largest"])
+def test_the_extreme_draws_take_a_token_with_weight(output, draw, options):
+    """A draw of exactly 0, or the last before 1, may not fall on a masked token at either end of the vocabulary."""
+    seed = seed_that_draws_first(output)
+    assert uniform_draws(np.array([seed], dtype=np.uint64), np.zeros(1, dtype=np.uint64)).tolist() == [draw]
+    logits = torch.tensor([[-torch.inf, -torch.inf, 0.3, 0.2, 0.1, -torch.inf]])
+    expected = 2 if draw == 0.0 else 4
+    assert sample(logits, [request_at(replace(PLAIN, **options, seed=seed))]) == [expected]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """SdpaAttention over scattered pages against dense attention in float64."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -173,7 +174,7 @@ def test_pieces_then_decode_equal_the_whole(page_size):
     length, cuts = 75, [0, 20, 33, 72, 73, 74, 75]
     pieces, whole = Bench(page_size, 2, 16, [length], seed=2), Bench(page_size, 2, 16, [length], seed=2)
     query = pieces.random(length, pieces.num_heads)
-    outputs = [pieces.attend([(0, a, b)], query[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    outputs = [pieces.attend([(0, a, b)], query[a:b]) for a, b in pairwise(cuts)]
     together = whole.attend([(0, 0, length)], query)
     torch.testing.assert_close(torch.cat(outputs), together, atol=1e-5, rtol=0)
     pieces.check([(0, 0, length)], query, torch.cat(outputs))

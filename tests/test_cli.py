@@ -1,0 +1,152 @@
+"""What users get wrong: one line that says what, where and what to do, the documented exit code, never a traceback."""
+
+import json
+from pathlib import Path
+
+import pytest
+from job_harness import SAMPLES, cbgen, read_rows, run_tiny, write_jsonl
+
+QUESTIONS = SAMPLES / "questions.jsonl"
+
+
+def message(*arguments: object, code: int) -> str:
+    """The one line that a failed command prints."""
+    result = cbgen(*arguments)
+    assert result.exit_code == code, result.output
+    lines = [line for line in result.output.splitlines() if line.startswith("cbgen: ")]
+    assert len(lines) == 1, result.output
+    assert "Traceback" not in result.output
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["nowhere.jsonl"], "nowhere.jsonl: no such file, folder or glob match"),
+        (["pyproject.toml"], "the format is told by the extension"),
+        ([QUESTIONS, "--prompt-column", "text"], "no column 'text'; it has: id, prompt"),
+        ([QUESTIONS, "--template", "{{ question }}"], "no column 'question'"),
+        ([QUESTIONS, "--template", "{{ prompt"], "--template, line 1"),
+        ([QUESTIONS, "--template", "x", "--prompt-column", "prompt"], "give one of them"),
+        ([QUESTIONS, "--chat-template-kwargs", "{"], "--chat-template-kwargs: not valid JSON"),
+        ([QUESTIONS, "--chat-template-kwargs", "[1]"], "a JSON object is expected"),
+        ([QUESTIONS, "--temperature", "-1"], "temperature is -1"),
+        ([QUESTIONS, "--top-p", "0"], "top_p is 0"),
+        ([QUESTIONS, "--max-tokens", "0"], "max_tokens is 0"),
+        ([QUESTIONS, "--n", "0"], "--n: Input should be greater than 0"),
+        ([QUESTIONS, "--page-size", "0"], "page_size: 0 is too small"),
+        ([QUESTIONS, "--max-memory-percent", "1.5"], "max_memory_percent: 1.5"),
+        ([QUESTIONS, "--safety-margin", "1"], "safety_margin: 1"),
+        ([QUESTIONS, "--scheduler-type", "random"], "scheduler_type: 'random' is not one of: fifo"),
+        ([QUESTIONS, "--resume", "maybe"], "--resume"),
+        ([QUESTIONS, "--device", "tpu9"], "--device tpu9"),
+        ([QUESTIONS, "--device", "cuda:99"], "--device cuda:99"),
+        ([QUESTIONS, "--dtype", "int4"], "--dtype int4: not one of auto, float32"),
+        ([QUESTIONS, "--max-model-len", "100000"], "the context of this model is 2048"),
+        ([QUESTIONS, "--limit", "-1"], "--limit"),
+    ],
+    ids=lambda value: " ".join(str(word) for word in value[-2:]) if isinstance(value, list) else None,
+)
+def test_wrong_options(tmp_path: Path, options: list[object], words: str) -> None:
+    """Exit code 2, and nothing is written."""
+    line = message("run", *options, "--model", "tiny-random", "--out", tmp_path / "out.parquet", code=2)
+    assert words in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "words"),
+    [
+        ("./no-such-folder", 2, "no such model folder or .gguf file"),
+        ("missing.gguf", 2, "no such file"),
+        ("nobody/such-a-model-does-not-exist", 1, "not in the local cache"),
+        ("not a name!", 1, "hub id"),
+        (str(SAMPLES), 1, "config.json"),
+    ],
+)
+def test_wrong_models(tmp_path: Path, model: str, code: int, words: str) -> None:
+    """A missing or unreadable model says what to do."""
+    assert words in message("run", QUESTIONS, "--model", model, "--out", tmp_path / "out.parquet", code=code)
+
+
+def test_required_options(tmp_path: Path) -> None:
+    """Without a model or an output there is nothing to do."""
+    assert "--model is missing" in message("run", QUESTIONS, "--out", tmp_path / "o.parquet", code=2)
+    assert "--out is missing" in message("run", QUESTIONS, "--model", "tiny-random", code=2)
+    assert "one of .parquet, .jsonl" in message("run", QUESTIONS, "--model", "tiny-random", "--out", "o.csv", code=2)
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
+    """A folder that cannot be made is told before any work."""
+    (tmp_path / "file").write_text("x")
+    line = message("run", QUESTIONS, "--model", "tiny-random", "--out", tmp_path / "file" / "out.parquet", code=1)
+    assert "cannot be written" in line
+
+
+def test_a_cache_that_does_not_fit(tmp_path: Path) -> None:
+    """The message says what would fit."""
+    line = message(
+        "run", QUESTIONS, "--model", "tiny-random", "--out", tmp_path / "o.parquet", "--num-blocks", 10**9, code=1
+    )
+    assert "room for" in line
+    assert "--num-blocks" in line
+
+
+def test_job_spec_file(tmp_path: Path) -> None:
+    """A YAML file holds the same options; the command line wins; an unknown key is refused with the nearest name."""
+    spec = tmp_path / "job.yaml"
+    spec.write_text(f"input: {QUESTIONS}\nmodel: tiny-random\nmax_tokens: 3\nlimit: 4\nout: {tmp_path / 'a.jsonl'}\n")
+    assert cbgen("run", spec).exit_code == 0
+    assert [row["completion_tokens"] for row in read_rows(tmp_path / "a.jsonl")] == [3] * 4
+    assert cbgen("run", spec, "--max-tokens", 2, "--out", tmp_path / "b.jsonl").exit_code == 0
+    assert [row["completion_tokens"] for row in read_rows(tmp_path / "b.jsonl")] == [2] * 4
+    spec.write_text(spec.read_text() + "max_token: 5\n")
+    assert "unknown option 'max_token'; did you mean max_tokens?" in message("run", spec, code=2)
+
+
+def test_options_that_users_know_from_elsewhere(tmp_path: Path) -> None:
+    """vLLM's names work, and end in the same place."""
+    options = (
+        "--max-num-seqs",
+        3,
+        "--max-num-batched-tokens",
+        40,
+        "--max-model-len",
+        512,
+        "--seed",
+        4,
+        "--dtype",
+        "float32",
+    )
+    run_tiny(QUESTIONS, tmp_path / "o.parquet", *options, "--max-tokens", 2, "--summary", tmp_path / "s.json")
+    config = json.loads((tmp_path / "s.json").read_text())["config"]
+    assert config["engine"]["max_requests_per_batch"] == 3
+    assert config["engine"]["max_batch_tokens"] == 40
+    assert (config["max_model_len"], config["seed"], config["dtype"]) == (512, 4, "float32")
+
+
+def test_memory_utilization_is_converted(tmp_path: Path) -> None:
+    """A share of all memory, what is in use included; one that leaves nothing is refused."""
+    run_tiny(QUESTIONS, tmp_path / "o.parquet", "--gpu-memory-utilization", 0.9, "--max-tokens", 1, "--limit", 1)
+    options = ("--model", "tiny-random", "--out", tmp_path / "p.parquet", "--gpu-memory-utilization", 0.0001)
+    assert "in use" in message("run", QUESTIONS, *options, code=1)
+
+
+def test_everything_resolved_is_printed(tmp_path: Path) -> None:
+    """Before work starts: input, output, model, sampling, engine, cache, and the first prompt as the model reads it."""
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "[bold]Hello[/bold]\nthere"}])
+    result = cbgen("run", source, "--model", "tiny-random", "--out", tmp_path / "o.parquet", "--chat")
+    for words in (
+        "1 rows, prompts from column prompt",
+        "max_tokens 512, greedy",
+        "float32 on cpu",
+        "blocks of 32 tokens",
+    ):
+        assert words in result.output
+    assert "  | <|begin|>user\n  | [bold]Hello[/bold]\n  | there<|end|><|begin|>assistant" in result.output
+
+
+def test_env() -> None:
+    """`cbgen env` prints versions, device and kernel."""
+    output = cbgen("env").output
+    assert all(word in output for word in ("cbgen", "torch", "transformers", "device", "attention"))
