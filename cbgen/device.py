@@ -25,7 +25,8 @@ def pick_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise UsageError(f"--device {name}: not a device name; use auto, cpu, cuda, cuda:N or mps") from error
     present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not present.get(device.type, False):
+    beyond = device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
+    if beyond or not present.get(device.type, False):
         raise UsageError(f"--device {name}: this machine or this torch build has none; use --device cpu")
     return device
 
@@ -46,7 +47,7 @@ def total_memory_bytes(device: torch.device) -> int:
 
 def container_free_bytes(root: Path, own_file: Path) -> int:
     """Bytes left under the tightest memory limit of this process's control groups; very large without a limit."""
-    return min((limit - used for limit, used in _cgroup_memory(root, own_file)), default=NO_LIMIT_BYTES)
+    return min((max(0, limit - used) for limit, used in _cgroup_memory(root, own_file)), default=NO_LIMIT_BYTES)
 
 
 def container_limit_bytes(root: Path, own_file: Path) -> int:

@@ -125,7 +125,7 @@ def test_prompt_ids_messages_and_templates(tmp_path: Path) -> None:
 
 
 def test_max_tokens_is_clamped_to_the_context_and_counted(tmp_path: Path) -> None:
-    """A max_tokens beyond the context ends at the context, and the summary counts it; a prompt beyond it is an error."""
+    """A max_tokens beyond the context ends there, and the summary counts it; a prompt beyond it is an error."""
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "x" * 40}, {"prompt": "x" * 64}, {"prompt": "x" * 65}])
     options = ("--max-model-len", 64, "--summary", tmp_path / "s.json", "--ignore-eos")
     clamped, full, beyond = run_tiny(source, tmp_path / "out.parquet", *options, code=3)

@@ -103,7 +103,7 @@ def test_another_job_on_the_same_output_is_refused(tmp_path: Path, stopped_job: 
 
 
 def test_edited_reordered_and_appended_input(tmp_path: Path, stopped_job: tuple[Path, Path]) -> None:
-    """Finished rows are recognised by what they ask for; only new and changed ones run; other columns show new values."""
+    """Finished rows are recognised by what they ask for; only new ones run; other columns show new values."""
     source, out = stopped_job
     done = sum(pq.read_metadata(part).num_rows for part in (tmp_path / "out.parquet.parts").glob("part-*"))
     rows = read_rows(source)

@@ -112,6 +112,7 @@ class RequestState:
         self.max_computed_tokens = max(self.max_computed_tokens, self.num_computed_tokens)
 
     def append_token(self, token_id: int, now_s: float) -> None:
+        assert self.status in (RequestStatus.PREFILLING, RequestStatus.DECODING), self.status
         assert self.num_remaining_tokens == 0, "a token is sampled only after all before it were computed"
         self.token_ids.append(token_id)
         self.status = RequestStatus.DECODING

@@ -7,6 +7,8 @@ from cbgen.engine.requests import RequestState
 
 # Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014): SplitMix64.
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+# A temperature below this would overflow the division; at this one the best token has all the probability already.
+_LEAST_TEMPERATURE = 1e-20
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -45,15 +47,13 @@ def _filters(request: RequestState) -> bool:
 
 def _draw_plain(logits: torch.Tensor, requests: list[RequestState]) -> torch.Tensor:
     """Token ids [S] drawn from the softmax of logits / temperature."""
-    probabilities = (logits / _column(requests, "temperature", logits.device)).softmax(-1)
+    probabilities = (logits / _temperatures(requests, logits.device)).softmax(-1)
     return _invert(probabilities, requests)
 
 
 def _draw_filtered(logits: torch.Tensor, requests: list[RequestState]) -> torch.Tensor:
     """Token ids [S] as transformers filters them: temperature, then top-k, then the smallest set that reaches top-p."""
-    scaled, order = (logits / _column(requests, "temperature", logits.device)).sort(
-        dim=-1, descending=True, stable=True
-    )
+    scaled, order = (logits / _temperatures(requests, logits.device)).sort(dim=-1, descending=True, stable=True)
     vocabulary = logits.shape[-1]
     top_k = torch.tensor([r.params.top_k or vocabulary for r in requests], device=logits.device)[:, None]
     scaled = scaled.masked_fill(torch.arange(vocabulary, device=logits.device) >= top_k, -torch.inf)
@@ -62,6 +62,10 @@ def _draw_filtered(logits: torch.Tensor, requests: list[RequestState]) -> torch.
     top_p = _column(requests, "top_p", logits.device)
     probabilities = probabilities.masked_fill((mass_before >= top_p) & (top_p < 1.0), 0.0)
     return order.gather(-1, _invert(probabilities, requests)[:, None])[:, 0]
+
+
+def _temperatures(requests: list[RequestState], device: torch.device) -> torch.Tensor:
+    return _column(requests, "temperature", device).clamp_min(_LEAST_TEMPERATURE)
 
 
 def _column(requests: list[RequestState], name: str, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A tiny Llama beside the byte tokenizer, without pad token, whose generation config samples and has two EOS ids."""
+    """A tiny Llama and the byte tokenizer, without pad token; its generation config samples and has two EOS ids."""
     folder = tmp_path / "model"
     model = build("llama")
     model.generation_config = GenerationConfig(eos_token_id=[44, 45], do_sample=True, temperature=0.6, top_k=30)
@@ -121,7 +121,7 @@ def test_byte_tokenizer_reads_and_writes_any_text() -> None:
 
 
 def test_gguf_is_converted_once(smollm2: ModelUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is complete, holds the EOS token that GGUF does not bring, and the second time is not written again."""
+    """The folder is complete, has the EOS token that GGUF does not bring, and is not written a second time."""
     path = gguf.smollm2_path()
     folder = gguf.converted_folder(path, torch.float32)
     modified = (folder / "model.safetensors").stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""Law 9: greedy float32 tokens equal those of `model.generate` for one prompt alone, however the engine batches them."""
+"""Law 9: greedy float32 tokens equal those of `model.generate` for one prompt alone, however they are batched."""
 
 import json
 from pathlib import Path
