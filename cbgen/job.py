@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -55,7 +56,9 @@ class Outcome:
 
 def run_job(spec: JobSpec, console: Console) -> Outcome:
     """Runs a job to its final file, or continues one. Raises CbgenError; what was published until then is kept."""
-    job = resolve_job(spec)
+    job = resolve_job(spec, lambda text: print_line(console, text))
+    for warning in _options_without_effect(job):
+        print_line(console, f"warning: {warning}")
     output = spec.output
     folder = PartsFolder(output)
     if spec.resume == "never" or not folder.is_begun:
@@ -76,8 +79,8 @@ def run_job(spec: JobSpec, console: Console) -> Outcome:
     return Outcome(_exit_code(summary.rows_failed), summary)
 
 
-def resolve_job(spec: JobSpec) -> ResolvedJob:
-    """Makes every choice that needs no weights. Raises UsageError or ModelError."""
+def resolve_job(spec: JobSpec, notify: Callable[[str], None]) -> ResolvedJob:
+    """Makes every choice that needs no weights. Raises UsageError or ModelError. notify: told what takes a while."""
     device = pick_device(spec.device)
     spec.engine_config().resolve(device.type)  # wrong options are told before anything is read
     source = open_input(spec.input, spec.limit)
@@ -96,7 +99,7 @@ def resolve_job(spec: JobSpec) -> ResolvedJob:
             f"the input already has a column {name!r}, which is an output column: give --output-prefix to name the "
             "output columns otherwise"
         )
-    model = describe(spec.model, spec.revision, spec.dtype, device, spec.max_model_len)
+    model = describe(spec.model, spec.revision, spec.dtype, device, spec.max_model_len, notify)
     defaults = _sampling_defaults(spec, model)
     fingerprint = _fingerprint(spec, prompts, model, defaults)
     return ResolvedJob(spec, device, source, prompts, model, defaults, layout, fingerprint)
@@ -110,6 +113,24 @@ def _sampling_defaults(spec: JobSpec, model: ModelDescription) -> SamplingParams
         return checked_params(max_tokens=spec.max_tokens, ignore_eos=spec.ignore_eos, **values)
     except RowError as error:
         raise UsageError(str(error)) from error
+
+
+def _options_without_effect(job: ResolvedJob) -> Iterator[str]:
+    """What the user asked for and will not see; each as a line that says why."""
+    spec, columns = job.spec, job.source.schema.names
+    if job.defaults.temperature == 0 and "temperature" not in columns:
+        if spec.top_p is not None or spec.top_k is not None:
+            yield "--top-p and --top-k have no effect at temperature 0"
+        if spec.n > 1:
+            yield f"--n {spec.n} at temperature 0 gives the same completion {spec.n} times; give --temperature"
+    if spec.revision is not None and job.model.is_local:
+        yield "--revision has no effect: the model is not on a hub"
+    if spec.chat and job.prompts.kind == "messages":
+        yield "--chat has no effect: the rows hold messages already"
+    if spec.chat_template_kwargs and not job.prompts.uses_chat_template:
+        yield "--chat-template-kwargs has no effect without a chat template; give --chat"
+    if spec.gpu_memory_utilization is not None and spec.max_memory_percent is not None:
+        yield "--max-memory-percent has no effect beside --gpu-memory-utilization"
 
 
 def _fingerprint(
@@ -169,7 +190,7 @@ def _generate_and_assemble(
     collector = Collector(prompter, PartWriter(folder, spec.part_rows, spec.part_interval))
     feeder = Feeder(
         job.source,
-        [*job.prompts.columns(), *OPTION_COLUMNS],
+        [*job.prompts.columns, *OPTION_COLUMNS],
         prompter,
         done=_done_samples(folder),
         num_samples=spec.n,
@@ -192,8 +213,7 @@ def _generate_and_assemble(
     results = Results(folder, bytes(feeder.keys), spec.n)
     if results.num_missing:
         raise OutputError(f"{results.num_missing} results are not in {folder.path}: run the same command again")
-    num_failed = results.count_failed()
-    summary = _summarize(job, engine, feeder, collector, num_failed, load_s)
+    summary = _summarize(job, engine, feeder, results.num_failed, load_s)
     config = {**job.fingerprint, "engine": asdict(engine.config) if engine else None, "device": str(job.device)}
     footer = {
         "fingerprint": job.fingerprint,
@@ -248,9 +268,7 @@ def _generate(job: ResolvedJob, engine: Engine, feeder: Feeder, collector: Colle
             collector.put(request)
 
 
-def _summarize(
-    job: ResolvedJob, engine: Engine | None, feeder: Feeder, collector: Collector, num_failed: int, load_s: float
-) -> Summary:
+def _summarize(job: ResolvedJob, engine: Engine | None, feeder: Feeder, num_failed: int, load_s: float) -> Summary:
     metrics = engine.manager.metrics if engine else EngineMetrics()
     rows_total = job.source.num_rows * job.spec.n
     per_second = 1.0 / metrics.elapsed_s if metrics.elapsed_s > 0 else 0.0

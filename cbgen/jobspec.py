@@ -1,6 +1,7 @@
 """The job as the user writes it: options of `cbgen run`, or a YAML file of the same names."""
 
 import difflib
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,6 +72,14 @@ class JobSpec(pydantic.BaseModel):
             raise ValueError(f"{value}: the format is told by the extension, one of {', '.join(OUTPUT_SUFFIXES)}")
         return value
 
+    @pydantic.field_validator("chat_template_kwargs")
+    @classmethod
+    def _as_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return json.loads(json.dumps(value))
+        except TypeError as error:
+            raise ValueError(f"JSON values are expected: {error}") from error
+
     @property
     def output(self) -> Path:
         return Path(self.out).expanduser()
@@ -92,7 +101,7 @@ def build_spec(values: dict[str, Any]) -> JobSpec:
     try:
         return JobSpec(**values)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
+        first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         name = str(first["loc"][0]) if first["loc"] else "job"
         if first["type"] == "extra_forbidden":
             near = difflib.get_close_matches(name, JobSpec.model_fields, n=1)
@@ -109,7 +118,7 @@ def read_spec_file(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UsageError(f"{path}: no such job spec") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{path}: not a readable YAML file: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise UsageError(f"{path}: a job spec is a mapping of options, such as `model: smollm2`")

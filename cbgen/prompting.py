@@ -18,6 +18,13 @@ from cbgen.errors import RowError, UsageError
 from cbgen.row_checks import checked_ids, checked_messages, checked_params, checked_text, whole_number
 
 OPTION_COLUMNS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
+STRFTIME_DIRECTIVES = "aAbBcdHIjmMpSUwWxXyYZ"
+STRFTIME_MACRO = (
+    "{%- macro strftime_now(format) -%}{%- set built = namespace(text=format) -%}"
+    "{%- for directive, value in cbgen_date.items() -%}"
+    "{%- set built.text = built.text | replace(directive, value) -%}"
+    "{%- endfor -%}{{ built.text }}{%- endmacro +%}"
+)
 # Where prompts come from when the user names no column: the most exact form that the input has.
 DEFAULT_SOURCES = ("prompt_ids", "messages", "prompt")
 
@@ -27,11 +34,13 @@ class PromptSource:
     """Where the prompt of a row comes from, resolved: one column, or a template over several.
 
     kind: "prompt", "messages", "prompt_ids" or "template", whose column is "template" too.
+    columns: those of the input that the prompt is made of.
     chat: a text prompt becomes a user message.
     """
 
     kind: str
     column: str
+    columns: list[str]
     template: str | None = None
     system_prompt: str | None = None
     chat: bool = False
@@ -40,12 +49,6 @@ class PromptSource:
     @property
     def uses_chat_template(self) -> bool:
         return self.kind == "messages" or self.chat
-
-    def columns(self) -> list[str]:
-        """The input columns that a prompt is made of."""
-        if self.kind == "template":
-            return sorted(jinja2.meta.find_undeclared_variables(_environment().parse(self.template or "")))
-        return [self.column]
 
 
 @dataclass(frozen=True)
@@ -98,24 +101,33 @@ def resolve_source(
         column = kind
     if kind == "prompt_ids" and (chat or system_prompt is not None):
         raise UsageError("prompt_ids are complete prompts: name --prompt-column to use --system-prompt or --chat")
-    try:
-        source = PromptSource(
-            kind=kind,
-            column=column,
-            template=template,
-            system_prompt=system_prompt,
-            chat=kind != "messages" and (chat or system_prompt is not None),
-            chat_template_kwargs=chat_template_kwargs or {},
-        )
-        missing = [name for name in source.columns() if name not in available]
-    except jinja2.TemplateSyntaxError as error:
-        raise UsageError(f"--template, line {error.lineno}: {error.message}") from error
+    columns = [column] if template is None else _template_columns(template, available)
+    missing = [name for name in columns if name not in available]
     if missing:
         raise UsageError(
             f"the input has no column {missing[0]!r}; it has: {', '.join(available) or 'none'}; "
             "name the one to use with --prompt-column or --messages-column"
         )
-    return source
+    return PromptSource(
+        kind=kind,
+        column=column,
+        columns=columns,
+        template=template,
+        system_prompt=system_prompt,
+        chat=kind != "messages" and (chat or system_prompt is not None),
+        chat_template_kwargs=chat_template_kwargs or {},
+    )
+
+
+def _template_columns(template: str, available: Sequence[str]) -> list[str]:
+    """The names that a template reads; a column wins over a function of Jinja2's that bears its name."""
+    environment = _environment()
+    for name in available:
+        environment.globals.pop(name, None)
+    try:
+        return sorted(jinja2.meta.find_undeclared_variables(environment.parse(template)))
+    except jinja2.TemplateSyntaxError as error:
+        raise UsageError(f"--template, line {error.lineno}: {error.message}") from error
 
 
 class Prompter:
@@ -139,9 +151,9 @@ class Prompter:
         self._source = source
         self._defaults = defaults
         self._template = _environment().from_string(source.template) if source.template is not None else None
-        # A template's own names win over the tokenizer's, so a job that runs past midnight keeps its date.
-        moment = datetime.datetime.combine(today, datetime.time())
-        self._chat_kwargs = {"strftime_now": moment.strftime, **source.chat_template_kwargs}
+        self._chat_kwargs = dict(source.chat_template_kwargs)
+        if source.uses_chat_template:
+            self._chat_kwargs |= _frozen_date(tokenizer.get_chat_template(), today)
 
     def render(self, row: PromptRow) -> RenderedPrompt | FailedPrompt:
         """Template or chat messages to text. A row that cannot be rendered comes back with its reason."""
@@ -188,8 +200,10 @@ class Prompter:
         assert self._template is not None
         try:
             text = self._template.render(values)
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise RowError(f"--template: {error}") from error
+        except RowError:
+            raise
+        except Exception as error:  # noqa: BLE001 (a user's template may raise anything, and it is one row's error)
+            raise RowError(f"--template: {error or type(error).__name__}") from error
         return checked_text(text, "template")
 
     def _chat_text(self, messages: list[dict[str, Any]]) -> str:
@@ -199,8 +213,8 @@ class Prompter:
             text = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self._chat_kwargs
             )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise RowError(f"chat template: {error}") from error
+        except Exception as error:  # noqa: BLE001 (a model's template may raise anything, and it is one row's error)
+            raise RowError(f"chat template: {error or type(error).__name__}") from error
         return checked_text(text, "chat template")
 
     def _row_params(self, values: dict[str, Any]) -> tuple[SamplingParams, int | None]:
@@ -225,8 +239,21 @@ def draw_seed(job_seed: int, row_seed: int | None, key: bytes, sample_index: int
     return int.from_bytes(hashlib.blake2b(material, digest_size=8).digest(), "little")
 
 
+def _frozen_date(chat_template: str, today: datetime.date) -> dict[str, Any]:
+    """Arguments that give a chat template the job's date, so that a job that runs past midnight keeps its prompts.
+
+    Templates ask for the date by calling strftime_now. Functions cannot be handed to one, so a macro of that name, over a
+    table of what each directive gives, goes ahead of the template.
+    """
+    if "strftime_now" not in chat_template:
+        return {}
+    moment = datetime.datetime.combine(today, datetime.time())
+    table = {f"%{code}": moment.strftime(f"%{code}") for code in STRFTIME_DIRECTIVES}
+    return {"chat_template": STRFTIME_MACRO + chat_template, "cbgen_date": table}
+
+
 def _environment() -> jinja2.Environment:
-    """Sandboxed; a name that is not a column, and a null that would be printed as "None", are errors."""
+    """Sandboxed; a name that is not a column, and a null that an expression prints, are errors."""
     return ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_refuse_null
     )

@@ -6,6 +6,10 @@ from typing import Any
 from cbgen.engine.requests import SamplingParams
 from cbgen.errors import RowError
 
+LARGEST_NUMBER = 2**64
+# No vocabulary is larger; a tensor of the sampler holds it.
+LARGEST_TOP_K = 2**31
+
 
 def checked_params(max_tokens: Any, temperature: Any, top_p: Any, top_k: Any, ignore_eos: Any) -> SamplingParams:
     """Sampling parameters in range, or RowError with the one that is not. top_k -1 means off, as 0 does."""
@@ -15,7 +19,7 @@ def checked_params(max_tokens: Any, temperature: Any, top_p: Any, top_k: Any, ig
         max_tokens=whole_number("max_tokens", max_tokens),
         temperature=_number("temperature", temperature),
         top_p=_number("top_p", top_p),
-        top_k=max(0, whole_number("top_k", top_k)) if top_k != -1 else 0,
+        top_k=min(max(0, whole_number("top_k", top_k)), LARGEST_TOP_K),
         ignore_eos=ignore_eos,
     )
     for name, ok, expected in (
@@ -36,6 +40,8 @@ def checked_text(value: Any, column: str) -> str:
         raise RowError(f"{column} is {_kind(value)}, a text is expected")
     if not value:
         raise RowError(f"{column} is empty")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise RowError(f"{column} holds half a surrogate pair, which is no character")
     return value
 
 
@@ -75,14 +81,15 @@ def _joined_parts(parts: list[Any], column: str) -> str:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise RowError(f"{name} is {value!r}, a number is expected")
+    if abs(value) >= LARGEST_NUMBER or not math.isfinite(value):
+        raise RowError(f"{name} is {str(value)[:20]}, a number below 2**64 is expected")
     return float(value)
 
 
 def whole_number(name: str, value: Any) -> int:
-    number = _number(name, value)
-    if number != int(number):
+    if _number(name, value) != int(value):
         raise RowError(f"{name} is {value!r}, a whole number is expected")
     return int(value)
 

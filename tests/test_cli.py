@@ -150,3 +150,24 @@ def test_env() -> None:
     """`cbgen env` prints versions, device and kernel."""
     output = cbgen("env").output
     assert all(word in output for word in ("cbgen", "torch", "transformers", "device", "attention"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--top-p", 0.5], "--top-p and --top-k have no effect"),
+        (["--n", 2], "the same completion 2 times"),
+        (["--revision", "main"], "--revision has no effect"),
+        (["--chat-template-kwargs", '{"a": 1}'], "--chat-template-kwargs has no effect"),
+        (["--max-memory-percent", 0.5, "--gpu-memory-utilization", 0.9], "--max-memory-percent has no effect"),
+        (["--messages-column", "messages", "--chat"], "--chat has no effect"),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, list) else None,
+)
+def test_an_option_without_effect_warns(tmp_path: Path, options: list[object], words: str) -> None:
+    """The job runs, and says what it did not use."""
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}])
+    options = options if "--messages-column" in options else ["--prompt-column", "prompt", *options]
+    result = cbgen("run", source, "--model", "tiny-random", "--out", tmp_path / "o.jsonl", "--max-tokens", 1, *options)
+    assert result.exit_code == 0, result.output
+    assert any(line.startswith("warning: ") and words in line for line in result.output.splitlines())

@@ -12,6 +12,7 @@ from cbgen.engine.requests import SamplingParams
 from cbgen.errors import UsageError
 from cbgen.models.tiny_random import BOS, EOS, build_tokenizer
 from cbgen.prompting import FailedPrompt, Prompter, RenderedPrompt, draw_seed, resolve_source, row_key
+from cbgen.row_checks import checked_messages
 
 DEFAULTS = SamplingParams(max_tokens=16, temperature=0.5, top_p=0.9, top_k=40)
 TODAY = date(2001, 2, 3)
@@ -229,6 +230,7 @@ def test_null_padded_keys_never_reach_the_template() -> None:
     """A template that asks whether a key is there gets the answer of the row, not of its neighbours."""
     template = "{% for m in messages %}{{ m.keys()|list|join(',') }}{% endfor %}"
     assert text({"messages": [USER | {"name": None}]}, chat_template=template) == "role,content"
+    assert checked_messages([USER | {"name": None}], "messages") == [USER]
 
 
 @pytest.mark.parametrize(
@@ -311,6 +313,14 @@ def test_bos_is_never_doubled(value: Any, options: dict[str, Any], num_bos: int)
     assert ids.count(tokenizer.bos_token_id) == num_bos
 
 
+def test_a_chat_template_without_bos_gets_none() -> None:
+    """A chat template writes all that a model wants around a conversation: the tokenizer adds nothing to it."""
+    tokenizer = adding_bos()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    ready = Prompter(tokenizer, resolve_source(["prompt"], chat=True), DEFAULTS, TODAY)
+    assert ready.tokenize([ready.render(PromptRow(0, {"prompt": "hi"}))]) == [build_tokenizer()("hi")["input_ids"]]
+
+
 def test_a_tokenizer_that_adds_no_bos_is_left_alone() -> None:
     """The ids of a plain prompt are the tokenizer's own, in the order of the rows."""
     ready = prompter(["prompt"])
@@ -383,6 +393,12 @@ def test_a_rows_own_option_wins(name: str, value: Any, expected: Any) -> None:
         assert {field: getattr(prompt.params, field) for field in fields} == {
             field: wanted if field == name else getattr(DEFAULTS, field) for field in fields
         }
+
+
+def test_a_top_k_beyond_64_bits_never_reaches_the_engine() -> None:
+    """It is an error row, or as good as off: tensors cannot hold it."""
+    prompt = render({"prompt": "hi", "top_k": 2**70})
+    assert isinstance(prompt, FailedPrompt) or 0 <= prompt.params.top_k < 2**63
 
 
 @pytest.mark.parametrize(("given", "seed"), [(None, None), (0, 0), (7.0, 7), (-1, -1), (2**63, 2**63)])

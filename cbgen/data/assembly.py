@@ -18,67 +18,75 @@ from cbgen.data.rows import KEY_BYTES, RESULT_SCHEMA, OutputLayout
 from cbgen.errors import OutputError
 
 FOOTER_KEY = b"cbgen"
-# Input rows per pass over the parts, which is also the row group of the final file.
-ASSEMBLY_ROWS = 65_536
+# Input rows per pass over the parts.
+ASSEMBLY_ROWS = 16_384
+# A row group of the final file holds no more than this, so that no column of it outgrows 32-bit offsets.
+ROW_GROUP_BYTES = 256 << 20
+# Results on their way from parts to the final file: texts with 64-bit offsets, since parts add up.
+GATHER_SCHEMA = pa.schema(
+    [field.with_type(pa.large_string()) if field.type == pa.string() else field for field in RESULT_SCHEMA]
+)
 
 
 class Results:
-    """Where the result of each (row, sample) of this input lies in the parts; 8 bytes of memory for each.
+    """Where the result of each (row, sample) of this input lies in the parts; 9 bytes of memory for each.
 
-    keys: the rows' keys in input order, KEY_BYTES each. Parts may hold rows that the input no longer has.
+    keys: the rows' keys in input order, KEY_BYTES each. Of several results for one sample, the newest success counts, or
+    the newest failure. Parts may hold rows that the input no longer has.
     """
 
     def __init__(self, folder: PartsFolder, keys: bytes, num_samples: int):
-        self._tables: list[Path] = []
+        self._paths: list[Path] = []
         self._num_samples = num_samples
         self._part = np.full((len(keys) // KEY_BYTES, num_samples), -1, dtype=np.int32)
         self._row = np.zeros_like(self._part)
+        self._failed = np.zeros(self._part.shape, dtype=bool)
         by_key = np.frombuffer(keys, dtype=[("high", ">u8"), ("low", ">u8")])
         order = np.argsort(by_key, order=("high", "low"))
         ordered = by_key[order]
         for path, table in folder.parts():
-            self._index_part(path, table, ordered, order)
+            if table.num_rows and len(ordered):
+                self._index_part(path, table, ordered, order)
 
     def _index_part(self, path: Path, table: pa.Table, ordered: np.ndarray, order: np.ndarray) -> None:
-        if not table.num_rows or not len(ordered):
-            return
-        part_keys = np.frombuffer(table["key"].combine_chunks().buffers()[-1], dtype=ordered.dtype)
+        """ordered: the input's keys, sorted; order: where each stands in the input."""
+        part_keys = np.frombuffer(b"".join(table["key"].to_pylist()), dtype=ordered.dtype)
         places = np.searchsorted(ordered, part_keys).clip(max=len(ordered) - 1)
         samples = table["sample_index"].to_numpy()
-        known = (ordered[places] == part_keys) & (samples < self._num_samples)
-        rows = order[places[known]]
-        self._part[rows, samples[known]] = len(self._tables)
-        self._row[rows, samples[known]] = np.flatnonzero(known)
-        self._tables.append(path)
+        failed = table["error"].is_valid().to_numpy()
+        known = np.flatnonzero((ordered[places] == part_keys) & (samples < self._num_samples))
+        rows, columns = order[places[known]], samples[known]
+        success_stays = failed[known] & (self._part[rows, columns] >= 0) & ~self._failed[rows, columns]
+        known, rows, columns = known[~success_stays], rows[~success_stays], columns[~success_stays]
+        self._part[rows, columns] = len(self._paths)
+        self._row[rows, columns] = known
+        self._failed[rows, columns] = failed[known]
+        self._paths.append(path)
 
     @property
     def num_missing(self) -> int:
         return int((self._part < 0).sum())
 
-    def count_failed(self) -> int:
-        """Results that are errors; reads that column of every part."""
-        failed = 0
-        for part, path in enumerate(self._tables):
-            errors = pq.read_table(path, columns=["error"])["error"].is_valid().to_numpy()
-            failed += int(errors[self._row[self._part == part]].sum())
-        return failed
+    @property
+    def num_failed(self) -> int:
+        return int(self._failed.sum())
 
     def tables(self, rows_per_table: int) -> Iterator[pa.Table]:
-        """The results in input order, `num_samples` for each row, as tables of RESULT_SCHEMA for so many input rows."""
+        """The results in input order, `num_samples` for each row, as tables of GATHER_SCHEMA for so many input rows."""
         for first in range(0, len(self._part), rows_per_table):
-            yield self._gather(
-                self._part[first : first + rows_per_table].ravel(), self._row[first : first + rows_per_table].ravel()
-            )
+            piece = slice(first, first + rows_per_table)
+            yield self._gather(self._part[piece].ravel(), self._row[piece].ravel())
 
     def _gather(self, parts: np.ndarray, rows: np.ndarray) -> pa.Table:
         """The given rows of the given parts, in this order; reads each part it needs once."""
         pieces, positions = [], []
         for part in np.unique(parts):
             wanted = np.flatnonzero(parts == part)
-            pieces.append(pq.read_table(self._tables[part], columns=RESULT_SCHEMA.names).take(rows[wanted]))
+            table = pq.read_table(self._paths[part], columns=GATHER_SCHEMA.names).cast(GATHER_SCHEMA)
+            pieces.append(table.take(rows[wanted]))
             positions.append(wanted)
         order = np.argsort(np.concatenate(positions), kind="stable")
-        return pa.concat_tables(pieces).take(order).cast(RESULT_SCHEMA)
+        return pa.concat_tables(pieces).take(order)
 
 
 def assemble(output: Path, source: Input, results: Results, layout: OutputLayout, footer: dict[str, Any]) -> None:
@@ -86,14 +94,20 @@ def assemble(output: Path, source: Input, results: Results, layout: OutputLayout
 
     footer: what the file records about the job; a JSONL file, which has no footer, has it in a file beside it.
     """
+
+    def write(path: Path) -> None:
+        if output.suffix == ".jsonl":
+            num_rows = _write_jsonl(path, source, results, layout)
+        else:
+            num_rows = _write_parquet(path, source, results, layout, footer)
+        expected = source.num_rows * layout.num_samples
+        if num_rows != expected:
+            raise OutputError(f"{output}: {num_rows} rows were written of {expected}; the parts are kept, run it again")
+
+    publish(output, write)
     if output.suffix == ".jsonl":
-        publish(output, lambda path: _check_rows(path, _write_jsonl(path, source, results, layout), source, layout))
-        publish_text(sidecar_path(output), json.dumps(footer, indent=2, ensure_ascii=False))
-    else:
-        publish(
-            output,
-            lambda path: _check_rows(path, _write_parquet(path, source, results, layout, footer), source, layout),
-        )
+        sidecar = {"size_bytes": output.stat().st_size, **footer}
+        publish_text(sidecar_path(output), json.dumps(sidecar, indent=2, ensure_ascii=False))
 
 
 def sidecar_path(output: Path) -> Path:
@@ -103,14 +117,13 @@ def sidecar_path(output: Path) -> Path:
 
 def read_footer(output: Path) -> dict[str, Any] | None:
     """What a finished output records about its job; None for a file that cbgen did not finish."""
-    if output.suffix == ".jsonl":
-        path = sidecar_path(output)
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     try:
-        metadata = pq.read_schema(output).metadata or {}
-    except (pa.ArrowInvalid, OSError):
+        if output.suffix == ".jsonl":
+            footer = json.loads(sidecar_path(output).read_text(encoding="utf-8"))
+            return footer if footer["size_bytes"] == output.stat().st_size else None
+        return json.loads((pq.read_schema(output).metadata or {})[FOOTER_KEY])
+    except (pa.ArrowInvalid, OSError, ValueError, LookupError, TypeError):
         return None
-    return json.loads(metadata[FOOTER_KEY]) if FOOTER_KEY in metadata else None
 
 
 def _write_parquet(path: Path, source: Input, results: Results, layout: OutputLayout, footer: dict[str, Any]) -> int:
@@ -121,11 +134,28 @@ def _write_parquet(path: Path, source: Input, results: Results, layout: OutputLa
     inputs = _rechunked(source, ASSEMBLY_ROWS)
     with pq.ParquetWriter(path, schema) as writer:
         for result in results.tables(ASSEMBLY_ROWS):
-            rows = next(inputs)
-            if layout.num_samples > 1:
-                rows = rows.take(np.repeat(np.arange(rows.num_rows), layout.num_samples))
-            writer.write_table(pa.table([*rows.columns, *result.select(layout.columns).columns], schema=schema))
+            for rows, outputs in _bounded(next(inputs), result.select(layout.columns), layout.num_samples):
+                columns = [column.cast(field.type) for column, field in zip(outputs.columns, fields, strict=True)]
+                writer.write_table(pa.table([*rows.columns, *columns], schema=schema))
     return pq.read_metadata(path).num_rows
+
+
+def _bounded(rows: pa.Table, results: pa.Table, num_samples: int) -> Iterator[tuple[pa.Table, pa.Table]]:
+    """Both tables in pieces of at most some ROW_GROUP_BYTES, each input row repeated for its samples."""
+    bytes_per_row = (rows.nbytes * num_samples + results.nbytes) / rows.num_rows
+    size = max(1, int(ROW_GROUP_BYTES / max(1.0, bytes_per_row)))
+    for first in range(0, rows.num_rows, size):
+        piece = rows.slice(first, size)
+        yield _repeated(piece, num_samples), results.slice(first * num_samples, piece.num_rows * num_samples)
+
+
+def _repeated(rows: pa.Table, times: int) -> pa.Table:
+    if times == 1:
+        return rows
+    try:
+        return rows.take(np.repeat(np.arange(rows.num_rows), times))
+    except pa.ArrowNotImplementedError:  # some types cannot be taken, but any can be sliced and joined
+        return pa.concat_tables([rows.slice(place, 1) for place in range(rows.num_rows) for _ in range(times)])
 
 
 def _rechunked(source: Input, num_rows: int) -> Iterator[pa.Table]:
@@ -133,7 +163,7 @@ def _rechunked(source: Input, num_rows: int) -> Iterator[pa.Table]:
     pending: list[pa.Table] = []
     for table in source.tables():
         pending.append(table.replace_schema_metadata(None))
-        if sum(piece.num_rows for piece in pending) >= num_rows:
+        while sum(piece.num_rows for piece in pending) >= num_rows:
             joined = pa.concat_tables(pending)
             yield joined.slice(0, num_rows)
             pending = [joined.slice(num_rows)]
@@ -157,9 +187,3 @@ def _write_jsonl(path: Path, source: Input, results: Results, layout: OutputLayo
 def _json_value(value: Any) -> Any:
     """Values of Parquet that JSON does not know, as text."""
     return value.isoformat() if isinstance(value, datetime) else str(value)
-
-
-def _check_rows(path: Path, num_rows: int, source: Input, layout: OutputLayout) -> None:
-    expected = source.num_rows * layout.num_samples
-    if num_rows != expected:
-        raise OutputError(f"{path}: {num_rows} rows were written of {expected}; the parts are kept, run it again")

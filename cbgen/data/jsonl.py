@@ -62,7 +62,10 @@ class JsonlFile:
                     found = _common_type([row.get(name) for row in batch], types.get(name))
                     if found is None:
                         self._json_columns.add(name)
-                    types[name] = found or pa.string()
+                    types[name] = pa.string() if found is None else found
+        for name in [name for name, type_ in types.items() if _holds_empty_struct(type_)]:
+            self._json_columns.add(name)
+            types[name] = pa.string()
         return pa.schema(list(types.items()))
 
     def _array(self, batch: list[dict[str, Any]], field: pa.Field) -> pa.Array:
@@ -78,7 +81,7 @@ class JsonlFile:
 def _common_type(values: list[Any], earlier: pa.DataType | None) -> pa.DataType | None:
     """The Arrow type of these values and the earlier ones together; None when there is none."""
     try:
-        own = pa.array(values).type
+        own = _array_type(values)
         if earlier is None:
             return own
         pair = [pa.schema([("c", earlier)]), pa.schema([("c", own)])]
@@ -87,19 +90,38 @@ def _common_type(values: list[Any], earlier: pa.DataType | None) -> pa.DataType 
         return None
 
 
+def _array_type(values: list[Any]) -> pa.DataType:
+    """The type of the values; numbers that are too large for an integer beside floats count as floats."""
+    try:
+        return pa.array(values).type
+    except _ARROW_REFUSALS:
+        if not all(
+            value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values
+        ):
+            raise
+        return pa.array([_with_floats(value) for value in values]).type
+
+
+def _holds_empty_struct(type_: pa.DataType) -> bool:
+    """Whether an object without any key is part of the type: Parquet has no place for one."""
+    if pa.types.is_struct(type_) and type_.num_fields == 0:
+        return True
+    return any(_holds_empty_struct(type_.field(place).type) for place in range(type_.num_fields))
+
+
 def _parse(line: bytes) -> tuple[dict[str, Any], str | None]:
     """The object on a line, or an empty one and what is wrong with the line."""
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode("utf-8"))
+        if not isinstance(value, dict):
+            return {}, f"a JSON object is expected, this is a {type(value).__name__}"
+        return (_escape_surrogates(value) if b"\\ud" in line or b"\\uD" in line else value), None
     except UnicodeDecodeError as error:
         return {}, f"not UTF-8 (byte {error.start + 1} of the line)"
     except RecursionError:
         return {}, "JSON nested too deeply"
     except ValueError as error:
         return {}, f"not valid JSON: {error}"
-    if not isinstance(value, dict):
-        return {}, f"a JSON object is expected, this is a {type(value).__name__}"
-    return (_escape_surrogates(value) if b"\\ud" in line or b"\\uD" in line else value), None
 
 
 def _escape_surrogates(value: Any) -> Any:

@@ -11,7 +11,7 @@ import filelock
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cbgen.data.files import publish_text
+from cbgen.data.files import check_writable, publish_text
 from cbgen.data.rows import PART_SCHEMA
 from cbgen.errors import ResumeRefusedError
 
@@ -50,7 +50,7 @@ class PartsFolder:
         resume: "if-possible" continues a matching job or starts one; "always" wants one to continue; "never" discards
         what is there. Raises ResumeRefusedError for another job's parts and for a folder that a running job holds.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        check_writable(self.path)
         try:
             self._lock.acquire()
         except filelock.Timeout as error:
@@ -74,7 +74,7 @@ class PartsFolder:
                 f"{self.path}: holds the results of another job: {conflict}; "
                 "choose another --out, or --resume never to discard them"
             )
-        return date.fromisoformat(known["date"])
+        return known["date"]
 
     def close(self) -> None:
         """Lets another run have the folder."""
@@ -82,8 +82,8 @@ class PartsFolder:
 
     def remove(self) -> None:
         """Deletes the parts once the final output holds them, and the lock with them."""
-        self._lock.release()
         shutil.rmtree(self.path)
+        self._lock.release()
 
     def parts(self) -> Iterator[tuple[Path, pa.Table]]:
         """Every published part that can be read, oldest first. One that cannot is set aside: its rows run again."""
@@ -101,23 +101,27 @@ class PartsFolder:
         return self.path / f"part-{number:08d}.parquet"
 
     def _part_paths(self) -> list[Path]:
-        return list(self.path.glob("part-????????.parquet"))
+        return list(self.path.glob(f"part-{'[0-9]' * 8}.parquet"))
 
     def _clear(self) -> None:
         for path in self.path.iterdir():
-            if path.name != "lock":
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "lock":
                 path.unlink()
 
     def _read_manifest(self) -> dict[str, Any] | None:
         path = self.path / MANIFEST_NAME
         if not path.exists():
             return None
-        known = json.loads(path.read_text())
-        if known["version"] != MANIFEST_VERSION:
-            raise ResumeRefusedError(
-                f"{path}: written by another version of cbgen (manifest {known['version']}); --resume never discards it"
-            )
-        return known
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+            if known["version"] == MANIFEST_VERSION:
+                return {"fingerprint": dict(known["fingerprint"]), "date": date.fromisoformat(known["date"])}
+            reason = f"is of another version of cbgen (manifest {known['version']})"
+        except (ValueError, LookupError, TypeError) as error:
+            reason = f"is no manifest of cbgen ({error})"
+        raise ResumeRefusedError(f"{path}: {reason}; --resume never discards it")
 
     def _write_manifest(self, fingerprint: dict[str, Any], today: date) -> None:
         content = {"version": MANIFEST_VERSION, "date": today.isoformat(), "fingerprint": fingerprint}

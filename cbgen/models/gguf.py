@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,10 +26,11 @@ def smollm2_path() -> Path:
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
-def converted_folder(path: Path, dtype: torch.dtype) -> Path:
+def converted_folder(path: Path, dtype: torch.dtype, notify: Callable[[str], None] = lambda _: None) -> Path:
     """The folder that holds a GGUF file's model in the given dtype, converted now unless it was before.
 
-    The folder is named by the file's head, size and time of change, the dtype and the version of transformers.
+    notify: told when a conversion starts, which takes a while. The folder is named by the file's head, size and time of
+    change, the dtype and the version of transformers.
     """
     for module in ("gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
@@ -37,6 +39,7 @@ def converted_folder(path: Path, dtype: torch.dtype) -> Path:
             )
     folder = cache_home() / f"{path.stem}-{_identity(path, dtype)}"
     if not folder.exists():
+        notify(f"converting {path.name} to {folder}, once")
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,24 @@ class ModelDescription:
     identity: str
     sampling_defaults: dict[str, float | int] = field(default_factory=dict)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it comes from a path or from memory, where there are no revisions."""
+        return self.location is None or Path(self.location).is_dir()
+
 
 def describe(
-    name: str, revision: str | None, dtype_name: str, device: torch.device, max_model_len: int | None = None
+    name: str,
+    revision: str | None,
+    dtype_name: str,
+    device: torch.device,
+    max_model_len: int | None = None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> ModelDescription:
-    """Finds a model and reads all but its weights. Raises ModelError or UsageError with what to do."""
+    """Finds a model and reads all but its weights. Raises ModelError or UsageError with what to do.
+
+    notify: told in a line when something takes a while.
+    """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if name == TINY_RANDOM:
@@ -60,7 +74,7 @@ def describe(
     if name == SMOLLM2 and not path.exists():
         path = gguf.smollm2_path()
     if path.suffix == ".gguf":
-        return _describe_gguf(name, path, _pick_dtype(dtype_name, None, device, name), max_model_len)
+        return _describe_gguf(name, path, _pick_dtype(dtype_name, None, device, name), max_model_len, notify)
     if not path.is_dir() and (path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise UsageError(f"--model {name}: no such model folder or .gguf file")
     location = str(path) if path.is_dir() else name
@@ -96,10 +110,12 @@ def _describe_tiny(dtype: torch.dtype, max_model_len: int | None) -> ModelDescri
     return _description(TINY_RANDOM, None, None, dtype, config, tokenizer, generation, TINY_RANDOM, max_model_len)
 
 
-def _describe_gguf(name: str, path: Path, dtype: torch.dtype, max_model_len: int | None) -> ModelDescription:
+def _describe_gguf(
+    name: str, path: Path, dtype: torch.dtype, max_model_len: int | None, notify: Callable[[str], None]
+) -> ModelDescription:
     if not path.is_file():
         raise UsageError(f"--model {name}: no such file")
-    folder = gguf.converted_folder(path, dtype)
+    folder = gguf.converted_folder(path, dtype, notify)
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     generation = _generation_config(str(folder), None)
     return _description(name, str(folder), None, dtype, config, tokenizer, generation, folder.name, max_model_len)

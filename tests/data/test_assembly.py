@@ -138,7 +138,7 @@ def test_a_newer_part_wins(folder: PartsFolder) -> None:
     """Of two results for one sample the one in the newer part is used, and only that one is counted."""
     publish_parts(folder, [failed(0), ok(1, text="old")], [ok(0, text="retried")], [ok(1, text="new")])
     source = parquet_input(folder.path.parent, {"x": [0, 1]})
-    assert Results(folder, keys(2), 1).count_failed() == 0
+    assert Results(folder, keys(2), 1).num_failed == 0
     assert [row["completion"] for row in read_rows(run(folder, source))] == ["retried", "new"]
 
 
@@ -146,7 +146,7 @@ def test_a_success_beats_a_newer_failure(folder: PartsFolder) -> None:
     """A row that was generated once stays generated."""
     publish_parts(folder, [ok(0, text="generated")], [failed(0)])
     source = parquet_input(folder.path.parent, {"x": [0]})
-    assert Results(folder, keys(1), 1).count_failed() == 0
+    assert Results(folder, keys(1), 1).num_failed == 0
     assert [row["completion"] for row in read_rows(run(folder, source))] == ["generated"]
 
 
@@ -154,7 +154,7 @@ def test_results_that_the_input_does_not_ask_for_are_ignored(folder: PartsFolder
     """Keys of rows that are gone and samples beyond n are passed over; they are neither missing nor failed."""
     publish_parts(folder, [ok(0), failed(0, 1), failed(8), ok(1)], [failed(9)])
     results = Results(folder, keys(2), 1)
-    assert (results.num_missing, results.count_failed()) == (0, 0)
+    assert (results.num_missing, results.num_failed) == (0, 0)
     source = parquet_input(folder.path.parent, {"x": [0, 1]})
     assert [row["completion"] for row in read_rows(run(folder, source))] == ["0.0", "1.0"]
 
@@ -166,7 +166,7 @@ def test_missing_and_failed_results_are_counted(folder: PartsFolder) -> None:
     folder.part_path(2).write_bytes(b"torn")
     results = Results(folder, keys(3), 2)
     assert results.num_missing == 3
-    assert results.count_failed() == 2
+    assert results.num_failed == 2
     assert Results(folder, b"", 2).num_missing == 0
 
 

@@ -1,0 +1,84 @@
+"""Documentation that can fail: the README's commands are run, and what it names exists."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from job_harness import REPOSITORY, cbgen
+from typer.main import get_command
+
+from cbgen.cli import app
+from cbgen.data.rows import RESULT_SCHEMA
+from cbgen.jobspec import JobSpec, build_spec
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+RUN_OPTIONS = {name for option in get_command(app).commands["run"].params for name in option.opts}
+
+
+def commands() -> list[tuple[list[str], int]]:
+    """The README's cbgen commands, and the exit code that a comment behind one announces."""
+    text = "".join(block for language, block in BLOCKS if language == "bash").replace("\\\n", " ")
+    found = []
+    for line in (line for line in text.splitlines() if line.startswith("cbgen ")):
+        announced = re.search(r"# exits with (\d+)", line)
+        found.append((shlex.split(line, comments=True)[1:], int(announced.group(1)) if announced else 0))
+    return found
+
+
+def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command in order, in a folder that has sample_data and jobs, then the Python beside them."""
+    for name in ("sample_data", "jobs"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    monkeypatch.chdir(tmp_path)
+    assert len(commands()) >= 7
+    for arguments, code in commands():
+        result = cbgen(*arguments)
+        assert result.exit_code == code, (arguments, result.output)
+        assert result.stdout.splitlines()[-1].startswith("Throughput: ")
+    for language, block in BLOCKS:
+        if language == "python":
+            exec(block, {})
+
+
+def test_readme_names_options_that_exist() -> None:
+    """Every option in the README is one of `cbgen run`, or of pip."""
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - {"--help", "--no-deps"}
+    assert named <= RUN_OPTIONS, named - RUN_OPTIONS
+    assert len(named) > 20
+
+
+def test_readme_names_every_output_column() -> None:
+    """The table of output columns is the schema."""
+    table = README.split("## What comes out")[1].split("## ")[0]
+    assert set(RESULT_SCHEMA.names) <= set(re.findall(r"`(\w+)`", table))
+
+
+def test_job_spec_has_every_option() -> None:
+    """Every option of `run` can stand in a job spec, and the other way round."""
+    options = {option.name for option in get_command(app).commands["run"].params}
+    assert options - {"help"} == set(JobSpec.model_fields)
+
+
+def test_defaults_are_the_same_everywhere() -> None:
+    """The command line's defaults are the job spec's."""
+    for option in get_command(app).commands["run"].params:
+        field = JobSpec.model_fields.get(option.name or "")
+        if field is not None and not field.is_required() and option.name != "chat_template_kwargs":
+            assert option.default == field.default, option.name
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "jobs").glob("*.yaml")), ids=lambda path: path.name)
+def test_job_specs_are_valid(path: Path) -> None:
+    """Each spec in jobs/ validates, and its input exists."""
+    spec = build_spec(yaml.safe_load(path.read_text(encoding="utf-8")))
+    assert all((REPOSITORY / source).exists() for source in spec.input)
+
+
+def test_sample_files_are_small() -> None:
+    """Under 60 kB each, so that a clone stays light."""
+    sizes = {path.name: path.stat().st_size for path in (REPOSITORY / "sample_data").iterdir() if path.is_file()}
+    assert len(sizes) >= 10
+    assert max(sizes.values()) < 60_000, sizes
