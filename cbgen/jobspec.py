@@ -3,7 +3,7 @@
 import difflib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
@@ -20,7 +20,7 @@ class JobSpec(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    input: list[str]
+    input: Annotated[list[str], pydantic.Field(min_length=1)]
     model: str
     out: str
     revision: str | None = None

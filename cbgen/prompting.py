@@ -202,7 +202,7 @@ class Prompter:
             text = self._template.render(values)
         except RowError:
             raise
-        except Exception as error:  # noqa: BLE001 (a user's template may raise anything, and it is one row's error)
+        except Exception as error:
             raise RowError(f"--template: {error or type(error).__name__}") from error
         return checked_text(text, "template")
 
@@ -213,7 +213,7 @@ class Prompter:
             text = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self._chat_kwargs
             )
-        except Exception as error:  # noqa: BLE001 (a model's template may raise anything, and it is one row's error)
+        except Exception as error:
             raise RowError(f"chat template: {error or type(error).__name__}") from error
         return checked_text(text, "chat template")
 
@@ -242,8 +242,8 @@ def draw_seed(job_seed: int, row_seed: int | None, key: bytes, sample_index: int
 def _frozen_date(chat_template: str, today: datetime.date) -> dict[str, Any]:
     """Arguments that give a chat template the job's date, so that a job that runs past midnight keeps its prompts.
 
-    Templates ask for the date by calling strftime_now. Functions cannot be handed to one, so a macro of that name, over a
-    table of what each directive gives, goes ahead of the template.
+    Templates ask for the date by calling strftime_now. Functions cannot be handed to one, so a macro of that name, over
+    a table of what each directive gives, goes ahead of the template.
     """
     if "strftime_now" not in chat_template:
         return {}

@@ -62,7 +62,7 @@ def reason(values: dict[str, Any], **options: Any) -> str:
 def test_a_named_source_wins_over_the_usual_columns(options: dict[str, Any], kind: str, columns: list[str]) -> None:
     """What the user names is used; only the columns that it needs are asked for."""
     source = resolve_source(["prompt", "messages", "prompt_ids", "q"], **options)
-    assert (source.kind, source.columns()) == (kind, columns)
+    assert (source.kind, source.columns) == (kind, columns)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_template_that_fails_is_a_row_error(template: str, value: Any) -> None
 @pytest.mark.parametrize("name", ["range", "dict", "namespace"])
 def test_a_column_may_have_the_name_of_a_template_function(name: str) -> None:
     """The column is asked for, and printed, instead of the function."""
-    assert resolve_source([name], template=f"{{{{ {name} }}}}").columns() == [name]
+    assert resolve_source([name], template=f"{{{{ {name} }}}}").columns == [name]
 
 
 @pytest.mark.parametrize(

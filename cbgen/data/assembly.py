@@ -31,8 +31,8 @@ GATHER_SCHEMA = pa.schema(
 class Results:
     """Where the result of each (row, sample) of this input lies in the parts; 9 bytes of memory for each.
 
-    keys: the rows' keys in input order, KEY_BYTES each. Of several results for one sample, the newest success counts, or
-    the newest failure. Parts may hold rows that the input no longer has.
+    keys: the rows' keys in input order, KEY_BYTES each. Of several results for one sample, the newest success counts,
+    or else the newest failure. Parts may hold rows that the input no longer has.
     """
 
     def __init__(self, folder: PartsFolder, keys: bytes, num_samples: int):
@@ -120,7 +120,7 @@ def read_footer(output: Path) -> dict[str, Any] | None:
     try:
         if output.suffix == ".jsonl":
             footer = json.loads(sidecar_path(output).read_text(encoding="utf-8"))
-            return footer if footer["size_bytes"] == output.stat().st_size else None
+            return footer if footer.pop("size_bytes") == output.stat().st_size else None
         return json.loads((pq.read_schema(output).metadata or {})[FOOTER_KEY])
     except (pa.ArrowInvalid, OSError, ValueError, LookupError, TypeError):
         return None

@@ -91,13 +91,11 @@ def _common_type(values: list[Any], earlier: pa.DataType | None) -> pa.DataType 
 
 
 def _array_type(values: list[Any]) -> pa.DataType:
-    """The type of the values; numbers that are too large for an integer beside floats count as floats."""
+    """The type of the values; integers that are too large to stand beside floats count as floats."""
     try:
         return pa.array(values).type
     except _ARROW_REFUSALS:
-        if not all(
-            value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values
-        ):
+        if not any(_has_float(value) for value in values):
             raise
         return pa.array([_with_floats(value) for value in values]).type
 
@@ -133,6 +131,12 @@ def _escape_surrogates(value: Any) -> Any:
     if isinstance(value, dict):
         return {_escape_surrogates(name): _escape_surrogates(item) for name, item in value.items()}
     return value
+
+
+def _has_float(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return any(_has_float(item) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float)
 
 
 def _with_floats(value: Any) -> Any:

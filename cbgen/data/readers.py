@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from cbgen.data.jsonl import JsonlFile
 from cbgen.data.rows import PromptRow
+from cbgen.data.schemas import cast, first_line, python_rows, unify
 from cbgen.errors import InputChangedError, UsageError
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
@@ -48,17 +49,17 @@ class ParquetFile:
                 self.schema = file.schema_arrow
                 self.num_rows = file.metadata.num_rows
         except (pa.ArrowInvalid, OSError) as error:
-            raise UsageError(f"{path}: not a readable Parquet file: {_first_line(error)}") from error
+            raise UsageError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
 
     def records(self, columns: list[str] | None) -> Iterator[tuple[dict[str, Any], str | None]]:
         wanted = self.schema.names if columns is None else [name for name in columns if name in self.schema.names]
         for batch in self._batches(wanted):
-            for values, error in _python_rows(batch, self.path):
+            for values, error in python_rows(batch, self.path):
                 yield {name: values.get(name) for name in columns or wanted}, error
 
     def tables(self, schema: pa.Schema) -> Iterator[pa.Table]:
         for batch in self._batches(self.schema.names):
-            yield _cast(pa.Table.from_batches([batch]), schema)
+            yield cast(pa.Table.from_batches([batch]), schema)
 
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         with pq.ParquetFile(self.path) as file:
@@ -87,7 +88,7 @@ class Input:
         self._files = files
         self._identities = [_identity(file.path) for file in files]
         self._limit = limit
-        self.schema = _unify(files)
+        self.schema = unify(files)
         total = sum(file.num_rows for file in files)
         self.num_rows = total if limit is None else min(limit, total)
 
@@ -176,102 +177,3 @@ def _natural(text: str) -> list[Any]:
 def _identity(path: Path) -> _Identity:
     stat = path.stat()
     return _Identity(str(path), stat.st_size, stat.st_mtime_ns)
-
-
-def _unify(files: list[InputFile]) -> pa.Schema:
-    """Columns by name in order of first appearance; numbers widen, a missing or all-null column is null there."""
-    schema = files[0].schema
-    for file in files[1:]:
-        try:
-            schema = pa.unify_schemas([schema, file.schema], promote_options="permissive")
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise UsageError(_conflict(files, file) or f"{file.path}: {_first_line(error)}") from error
-    for place, field in enumerate(schema):
-        present = [file.schema.get_field_index(field.name) for file in files]
-        for file, own in zip(files, present, strict=True):
-            if own >= 0 and not _widens(file.schema.field(own).type, field.type):
-                raise UsageError(
-                    _conflict(files, file) or f"{file.path}: column {field.name!r} does not become {field.type}"
-                )
-        if min(present) < 0:
-            schema = schema.set(place, field.with_nullable(True))
-    return schema
-
-
-def _widens(narrow: pa.DataType, wide: pa.DataType) -> bool:
-    """Whether every value of one type can be written as the other; integers may be rounded to floats."""
-    if narrow == wide or pa.types.is_null(narrow):
-        return True
-    if pa.types.is_integer(narrow):
-        bits = narrow.bit_width + (pa.types.is_unsigned_integer(narrow) and pa.types.is_signed_integer(wide))
-        return pa.types.is_floating(wide) or (pa.types.is_integer(wide) and bits <= wide.bit_width)
-    if pa.types.is_struct(narrow) and pa.types.is_struct(wide):
-        return all(_widens(field.type, wide.field(field.name).type) for field in narrow)
-    if pa.types.is_nested(narrow) and narrow.num_fields == 1 == wide.num_fields:
-        return _widens(narrow.field(0).type, wide.field(0).type)
-    kinds = (pa.types.is_floating, _is_text, _is_bytes)
-    return any(kind(narrow) and kind(wide) for kind in kinds)
-
-
-def _is_text(type_: pa.DataType) -> bool:
-    return pa.types.is_string(type_) or pa.types.is_large_string(type_)
-
-
-def _is_bytes(type_: pa.DataType) -> bool:
-    return pa.types.is_binary(type_) or pa.types.is_large_binary(type_)
-
-
-def _conflict(files: list[InputFile], culprit: InputFile) -> str | None:
-    """Names the column and the two files that disagree on it, if it is two."""
-    for other in files:
-        for field in culprit.schema:
-            place = other.schema.get_field_index(field.name)
-            theirs = other.schema.field(place).type if place >= 0 else field.type
-            if not _widens(theirs, field.type) and not _widens(field.type, theirs):
-                types = f"{theirs} in {other.path} and {field.type} in {culprit.path}"
-                return f"column {field.name!r} is {types}; give it one type"
-    return None
-
-
-def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The table with the columns and types of a schema that it widens to; large integers become floats rounded."""
-    if table.schema.equals(schema, check_metadata=False):
-        return table
-    present = set(table.schema.names)
-    columns = [
-        table[field.name].cast(field.type, safe=False)
-        if field.name in present
-        else pa.nulls(table.num_rows, field.type)
-        for field in schema
-    ]
-    return pa.table(columns, schema=schema)
-
-
-def _python_rows(batch: pa.RecordBatch, path: Path) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """Rows as Python values, dates and times as text; text that is not UTF-8 is escaped, and is its row's error."""
-    for place, field in enumerate(batch.schema):
-        if pa.types.is_temporal(field.type):  # Python's own dates end in the year 9999 and know no nanoseconds
-            batch = batch.set_column(place, field.name, batch.column(place).cast(pa.string()))
-    try:
-        yield from ((row, None) for row in batch.to_pylist())
-    except UnicodeDecodeError:
-        for number in range(batch.num_rows):
-            yield _escaped_row(batch.slice(number, 1), path)
-
-
-def _escaped_row(row: pa.RecordBatch, path: Path) -> tuple[dict[str, Any], str | None]:
-    values, broken = {}, None
-    for name, column in zip(row.schema.names, row.columns, strict=True):
-        try:
-            values[name] = column[0].as_py()
-        except UnicodeDecodeError:
-            broken = f"{path.name}: column {name!r} of this row is not UTF-8"
-            flat = _is_text(column.type)
-            values[name] = (
-                column.cast(pa.large_binary())[0].as_py().decode("utf-8", "backslashreplace") if flat else None
-            )
-    return values, broken
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
