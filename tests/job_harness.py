@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,10 @@ def without_timing(table: pa.Table) -> pa.Table:
     return table.drop_columns(TIMING_COLUMNS).replace_schema_metadata(None)
 
 
-def start_process(*arguments: object) -> subprocess.Popen[str]:
+def start_process(*arguments: object, under: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """`cbgen ARGUMENTS` as a process, started by the command `under`, if one is given."""
     return subprocess.Popen(
-        [sys.executable, "-m", "cbgen", *map(str, arguments)],
+        [*under, sys.executable, "-m", "cbgen", *map(str, arguments)],
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

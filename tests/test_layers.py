@@ -18,7 +18,7 @@ FLOORS = [
     ["engine"],
     ["models"],
     ["row_checks", "prompting", "jobspec"],
-    ["pipeline", "report"],
+    ["pipeline", "report", "resolution"],
     ["job"],
     ["cli"],
     ["__main__"],

@@ -121,6 +121,36 @@ def test_edited_reordered_and_appended_input(tmp_path: Path, stopped_job: tuple[
         assert row["completion"] in by_prompt[row["prompt"]]
 
 
+def test_killed_between_the_final_file_and_the_end(
+    tmp_path: Path, killed_folder: Path, stopped_job: tuple[Path, Path]
+) -> None:
+    """With the final file there and the parts not deleted yet, the job finishes again, and equals what it was."""
+    source, out = stopped_job
+    run_tiny(source, out, *JOB[2:])
+    shutil.copytree(killed_folder / "out.parquet.parts", tmp_path / "out.parquet.parts")
+    run_tiny(source, out, *JOB[2:])
+    assert_equals_uninterrupted(tmp_path, source, out)
+    assert not (tmp_path / "out.parquet.parts").exists()
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A part that cannot be written ends the job in one line; with room made, the same command finishes it."""
+    source, out = questions(tmp_path), tmp_path / "out.parquet"
+    # No file may grow beyond 8 blocks of 512 bytes: enough for the manifest, and for no part of 40 rows.
+    small_disk = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh"]
+    process = start_process("run", source, "--out", out, *JOB, "--part-rows", 40, under=small_disk)
+    output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, errors
+    assert "Traceback" not in errors
+    assert "cannot be written" in errors.splitlines()[-1]
+    assert "run the same command again" in errors.splitlines()[-1]
+    assert "Throughput" not in output
+    assert not out.exists()
+    assert not list((tmp_path / "out.parquet.parts").glob(".*")), "no temporary file is left"
+    run_tiny(source, out, *JOB[2:])
+    assert_equals_uninterrupted(tmp_path, source, out)
+
+
 def test_a_finished_job_answers_at_once_and_is_not_overwritten(tmp_path: Path) -> None:
     """Run again, it says so; with other options, or by a foreign file's name, it is refused; `never` starts anew."""
     source, out = SAMPLES / "questions.jsonl", tmp_path / "out.parquet"
