@@ -155,6 +155,7 @@ def _step_to_the_end(job: ResolvedJob, engine: Engine, feeder: Feeder, collector
 
     def snapshot() -> Snapshot:
         return Snapshot(
+            rows_resumed=feeder.num_already_done,
             rows_done=feeder.num_already_done + collector.num_ok + collector.num_failed,
             output_tokens=manager.metrics.output_tokens,
             active_requests=manager.scheduler.num_active,
@@ -163,7 +164,7 @@ def _step_to_the_end(job: ResolvedJob, engine: Engine, feeder: Feeder, collector
         )
 
     total_rows = job.source.num_rows * job.spec.n
-    with ProgressReporter(console, total_rows, feeder.num_already_done, snapshot):
+    with ProgressReporter(console, total_rows, snapshot):
         for request in manager.run(feeder):
             collector.put(request)
 
