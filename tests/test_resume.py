@@ -4,6 +4,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +16,12 @@ JOB = ("--model", "tiny-random", "--max-tokens", 24, "--temperature", 0.8)
 # Small batches and small parts, so that a job lives long enough to be stopped with something done and something left.
 SLOWLY = ("--max-requests-per-batch", 4, "--part-rows", 5, "--part-interval", 0.2)
 TIMEOUT_S = 300
+# A test run in the background of a shell is started with Ctrl-C ignored, and its children inherit that.
+IN_THE_FOREGROUND = (
+    sys.executable,
+    "-c",
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
+)
 
 
 def questions(tmp_path: Path, copies: int = 2) -> Path:
@@ -62,7 +69,7 @@ def test_interrupted_from_the_keyboard(tmp_path: Path) -> None:
     """Ctrl-C publishes what has finished, says how to go on in one line, and exits with 130."""
     source, out = questions(tmp_path), tmp_path / "out.parquet"
     parts = tmp_path / "out.parquet.parts"
-    process = start_process("run", source, "--out", out, *JOB, *SLOWLY)
+    process = start_process("run", source, "--out", out, *JOB, *SLOWLY, under=IN_THE_FOREGROUND)
     wait_for_parts(process, parts, 1)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=TIMEOUT_S)
