@@ -5,7 +5,7 @@
     ├── ModelError               1    a model that is missing, gated or not supported
     ├── MemoryPlanError          1    the cache does not fit the memory there is
     ├── OutputError              1    results cannot be written: full disk, permissions, a foreign file
-    ├── InputChangedError        1    an input file changed while the job ran
+    ├── InputError               1    an input file cannot be read, or changed while the job ran
     ├── ResumeRefusedError       4    the output belongs to another job, or to a job that is running
     └── RowError                 -    one row cannot be generated: never fatal, it becomes an error row
 
@@ -45,8 +45,8 @@ class OutputError(CbgenError):
     """Results cannot be written where they should go."""
 
 
-class InputChangedError(CbgenError):
-    """An input file was changed between the first and the last reading of one run."""
+class InputError(CbgenError):
+    """An input file cannot be read to its end, or was changed between the first and the last reading of one run."""
 
 
 class ResumeRefusedError(CbgenError):
@@ -57,3 +57,8 @@ class ResumeRefusedError(CbgenError):
 
 class RowError(CbgenError):
     """One row cannot be generated; its message goes to the row's `error` column."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's message, or the error's name when it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

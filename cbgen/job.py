@@ -4,7 +4,6 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -48,16 +47,12 @@ def run_job(spec: JobSpec, console: Console) -> Outcome:
     job = resolve_job(spec, lambda text: print_line(console, text))
     for warning in options_without_effect(job):
         print_line(console, f"warning: {warning}")
-    output = spec.output
-    folder = PartsFolder(output)
-    if spec.resume == "never" or not folder.is_begun:
-        finished = finished_footer(job)
-        if finished is not None:
-            print_line(
-                console, f"{output} is complete: {finished['rows_ok']} rows ok, {finished['rows_failed']} failed"
-            )
-            return Outcome(_exit_code(finished["rows_failed"]), None)
-    check_writable(output.parent)
+    folder = PartsFolder(spec.output)
+    finished = finished_footer(job, may_replace=folder.is_begun or spec.resume == "never")
+    if finished is not None and spec.resume != "never":
+        return _already_complete(finished, folder, console)
+    for path in (spec.output, spec.summary_path or spec.output):
+        check_writable(path.parent)
     try:
         today = folder.open(job.fingerprint, spec.resume)
         print_resolved(console, resolved_lines(job))
@@ -66,20 +61,31 @@ def run_job(spec: JobSpec, console: Console) -> Outcome:
         summary, config = _finish(job, folder, feeder, run, today)
     finally:
         folder.close()
-    if spec.summary is not None:
-        _write_summary(Path(spec.summary).expanduser(), summary.as_json(config))
+    if spec.summary_path is not None:
+        publish_text(spec.summary_path, json.dumps(summary.as_json(config), indent=2, ensure_ascii=False) + "\n")
     return Outcome(_exit_code(summary.rows_failed), summary)
+
+
+def _already_complete(finished: dict[str, Any], folder: PartsFolder, console: Console) -> Outcome:
+    """Nothing is left to do, but perhaps to delete parts that a run was killed over."""
+    if folder.path.exists():
+        folder.remove()
+    failed = finished["rows_failed"]
+    advice = "; --resume never generates them all again" if failed else ""
+    print_line(console, f"{folder.output} is complete: {finished['rows_ok']} rows ok, {failed} failed{advice}")
+    return Outcome(_exit_code(failed), None)
 
 
 def _start_pipeline(job: ResolvedJob, folder: PartsFolder, today: date, console: Console) -> tuple[Feeder, Collector]:
     """Starts the threads beside the engine: rows begin to be read, rendered and tokenized while weights are loaded."""
-    prompter = Prompter(job.model.tokenizer, job.prompts, job.defaults, today)
+    done = _done_samples(folder)
+    prompter = Prompter(job.model.tokenizer, job.prompts, job.defaults, today, job.model.vocab_size)
     collector = Collector(prompter, PartWriter(folder, job.spec.part_rows, job.spec.part_interval))
     feeder = Feeder(
         job.source,
         [*job.prompts.columns, *OPTION_COLUMNS],
         prompter,
-        done=_done_samples(folder),
+        done=done,
         num_samples=job.spec.n,
         job_seed=job.spec.seed,
         max_model_len=job.model.max_model_len,
@@ -132,10 +138,13 @@ def _finish(
 
 
 def _done_samples(folder: PartsFolder) -> set[bytes]:
+    """What earlier runs have generated. A failed row is tried again: the cache may be larger now, for one."""
+    columns = ["key", "sample_index", "error"]
     return {
         sample_key(key, sample)
-        for _, table in folder.parts()
-        for key, sample in zip(table["key"].to_pylist(), table["sample_index"].to_pylist(), strict=True)
+        for _, table in folder.parts(columns)
+        for key, sample, error in zip(*(table[name].to_pylist() for name in columns), strict=True)
+        if error is None
     }
 
 
@@ -192,6 +201,7 @@ def _summarize(job: ResolvedJob, run: EngineRun, feeder: Feeder, num_failed: int
         recomputed_tokens=metrics.recomputed_tokens,
         clamped_max_tokens=feeder.num_clamped,
         mean_batch_requests=metrics.mean_batch_requests,
+        peak_cache_used_share=metrics.peak_used_share,
         peak_memory_bytes=peak_memory_bytes(job.device),
     )
 
@@ -204,12 +214,6 @@ def _engine_lines(engine: Engine, load_s: float) -> dict[str, str]:
         "cache": f"{plan.num_blocks} blocks of {config.page_size} tokens, {mib(plan.cache_bytes)}",
         "loaded in": f"{load_s:.1f} s",
     }
-
-
-def _write_summary(path: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    publish_text(path, text)
 
 
 def _exit_code(num_failed: int) -> int:

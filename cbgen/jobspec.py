@@ -56,7 +56,7 @@ class JobSpec(pydantic.BaseModel):
     max_batch_tokens: int | None = None
     max_requests_per_batch: int | None = None
     max_memory_percent: float | None = None
-    gpu_memory_utilization: float | None = None
+    gpu_memory_utilization: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
     scheduler_type: str = "fifo"
     safety_margin: float | None = None
 
@@ -83,6 +83,10 @@ class JobSpec(pydantic.BaseModel):
     @property
     def output(self) -> Path:
         return Path(self.out).expanduser()
+
+    @property
+    def summary_path(self) -> Path | None:
+        return None if self.summary is None else Path(self.summary).expanduser()
 
     def engine_config(self) -> ContinuousBatchingConfig:
         return ContinuousBatchingConfig(

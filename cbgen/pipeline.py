@@ -56,6 +56,7 @@ class Collector:
         while True:
             if self._failure is not None:
                 raise self._failure
+            assert self._thread.is_alive(), "the collector ended before its input did"
             try:
                 return self._queue.put(item, timeout=POLL_S)
             except queue.Full:
@@ -75,7 +76,7 @@ class Collector:
                 self._writer.add(self._rows(items))
                 self._writer.flush_if_due()
             self._writer.flush()
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001 (a panic of a Rust library is no Exception)
             self._failure = error  # raised in the main thread by the next put or close
 
     def _next_items(self) -> list[RequestState | OutputRow] | None:
@@ -94,7 +95,7 @@ class Collector:
 
     def _rows(self, items: list[RequestState | OutputRow]) -> list[OutputRow]:
         requests = [item for item in items if isinstance(item, RequestState)]
-        texts = self._prompter.decode([request.generated_ids for request in requests])
+        texts = self._prompter.decode([_text_ids(request) for request in requests])
         rows = [item for item in items if isinstance(item, OutputRow)]
         rows += [_output_row(request, text) for request, text in zip(requests, texts, strict=True)]
         failed = sum(row.error is not None for row in rows)
@@ -184,7 +185,7 @@ class Feeder:
                 if requests and not self._put(requests):
                     return
             self._put(None)
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001 (a panic of a Rust library is no Exception)
             self._put(error)  # raised in the main thread by the next take
 
     def _put(self, item: list[RequestState] | BaseException | None) -> bool:
@@ -213,6 +214,10 @@ class Feeder:
                 wanted.append((prompt, key, samples))
         token_ids = self._prompter.tokenize([prompt for prompt, _, _ in wanted])
         for (prompt, key, samples), ids in zip(wanted, token_ids, strict=True):
+            if not ids:
+                for sample in samples:
+                    self._collector.put(_failed_row(RowTag(key, prompt.index, sample), "the prompt has no tokens"))
+                continue
             if self._on_first_prompt is not None:
                 self._on_first_prompt(self._prompter.preview(prompt))
                 self._on_first_prompt = None
@@ -228,6 +233,11 @@ class Feeder:
         self._next_request_id += 1
         params = replace(prompt.params, max_tokens=max_tokens, seed=seed)
         return RequestState(self._next_request_id, list(ids), params, tag)
+
+
+def _text_ids(request: RequestState) -> list[int]:
+    """The generated ids that make the text: an end-of-sequence token is none of it, whether marked special or not."""
+    return request.generated_ids[:-1] if request.finish_reason is FinishReason.STOP else request.generated_ids
 
 
 def _output_row(request: RequestState, text: str) -> OutputRow:

@@ -18,7 +18,15 @@ from cbgen.errors import RowError, UsageError
 from cbgen.row_checks import checked_ids, checked_messages, checked_params, checked_text, whole_number
 
 OPTION_COLUMNS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
-STRFTIME_DIRECTIVES = "aAbBcdHIjmMpSUwWxXyYZ"
+STRFTIME_DIRECTIVES = [*"aAbBcdeDFHIjmMpSTUwWxXyYZ", "-d", "-e", "-m", "-H", "-I", "-j", "-M", "-S", "%"]
+RESERVED_TEMPLATE_KWARGS = {
+    "messages",
+    "conversation",
+    "tokenize",
+    "add_generation_prompt",
+    "chat_template",
+    "cbgen_date",
+}
 STRFTIME_MACRO = (
     "{%- macro strftime_now(format) -%}{%- set built = namespace(text=format) -%}"
     "{%- for directive, value in cbgen_date.items() -%}"
@@ -99,6 +107,8 @@ def resolve_source(
     else:
         kind = next((name for name in DEFAULT_SOURCES if name in available), "prompt")
         column = kind
+    for name in RESERVED_TEMPLATE_KWARGS & (chat_template_kwargs or {}).keys():
+        raise UsageError(f"--chat-template-kwargs: {name} is set by cbgen")
     if kind == "prompt_ids" and (chat or system_prompt is not None):
         raise UsageError("prompt_ids are complete prompts: name --prompt-column to use --system-prompt or --chat")
     columns = [column] if template is None else _template_columns(template, available)
@@ -134,6 +144,7 @@ class Prompter:
     """Renders, tokenizes and decodes for one job.
 
     defaults: the sampling parameters of rows that name none. today: the job's date, given to templates that ask for it.
+    vocab_size: of the model, for prompts given as ids; the tokenizer's unless given.
     """
 
     def __init__(
@@ -142,12 +153,14 @@ class Prompter:
         source: PromptSource,
         defaults: SamplingParams,
         today: datetime.date,
+        vocab_size: int | None = None,
     ):
         if source.uses_chat_template and not tokenizer.chat_template:
             raise UsageError(
                 "this model has no chat template: use a plain prompt column, without --chat and --system-prompt"
             )
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size or len(tokenizer)
         self._source = source
         self._defaults = defaults
         self._template = _environment().from_string(source.template) if source.template is not None else None
@@ -164,7 +177,9 @@ class Prompter:
             text, ids = self._prompt(row.values)
         except RowError as error:
             return FailedPrompt(row.index, str(error), _digest("failed", str(error), _jsonable(row.values)))
-        options = [params.temperature, params.top_p, params.top_k, params.ignore_eos, seed]
+        # The job's max_tokens may grow and leave finished rows as they are; a row whose own one changes is another row.
+        own_max_tokens = row.values.get("max_tokens")
+        options = [params.temperature, params.top_p, params.top_k, params.ignore_eos, seed, own_max_tokens]
         return RenderedPrompt(row.index, text, ids, params, seed, _digest("prompt", text, ids, options))
 
     def tokenize(self, prompts: list[RenderedPrompt]) -> list[list[int]]:
@@ -190,7 +205,7 @@ class Prompter:
     def _prompt(self, values: dict[str, Any]) -> tuple[str | None, list[int] | None]:
         column = self._source.column
         if self._source.kind == "prompt_ids":
-            return None, checked_ids(values[column], len(self._tokenizer))
+            return None, checked_ids(values[column], self._vocab_size)
         if self._source.kind == "messages":
             return self._chat_text(checked_messages(values[column], column)), None
         text = self._templated(values) if self._template else checked_text(values[column], column)

@@ -44,6 +44,7 @@ class Summary:
     recomputed_tokens: int
     clamped_max_tokens: int
     mean_batch_requests: float
+    peak_cache_used_share: float
     peak_memory_bytes: int
 
     def throughput_line(self) -> str:

@@ -38,7 +38,7 @@ def resolve_job(spec: JobSpec, notify: Callable[[str], None]) -> ResolvedJob:
     """Makes every choice that needs no weights. Raises UsageError or ModelError. notify: told what takes a while."""
     device = pick_device(spec.device)
     spec.engine_config().resolve(device.type)  # wrong options are told before anything is read
-    source = open_input(spec.input, spec.limit)
+    source = open_input(spec.input, spec.limit, spec.output)
     prompts = resolve_source(
         source.schema.names,
         prompt_column=spec.prompt_column,
@@ -97,6 +97,7 @@ def _fingerprint(
         "model_identity": model.identity,
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": model.max_model_len,
+        "eos_token_ids": sorted(model.eos_token_ids),
         "prompt_source": prompts.column,
         "template": prompts.template,
         "system_prompt": prompts.system_prompt,
@@ -113,27 +114,31 @@ def _fingerprint(
     }
 
 
-def finished_footer(job: ResolvedJob) -> dict[str, Any] | None:
-    """The footer of a final file that this very job finished; None where a job may write. Refuses any other file."""
+def finished_footer(job: ResolvedJob, may_replace: bool) -> dict[str, Any] | None:
+    """The footer of a final file that this very job finished; None where the job is to be run.
+
+    may_replace: whether a file that another job finished may give way; one that is not cbgen's never does. Raises
+    ResumeRefusedError for a file that stays.
+    """
     output = job.spec.output
     if not output.exists():
         return None
     footer = read_footer(output)
     if footer is None:
         raise ResumeRefusedError(f"{output}: is not a finished output of cbgen; move it or choose another --out")
-    if job.spec.resume == "never":
-        return None
     conflict = fingerprint_conflict(job.fingerprint, footer["fingerprint"])
     if conflict is None and footer["input"] != job.source.identity:
-        conflict = "the input files are not the same or were changed since"
+        conflict = "the input files or --limit are not the same, or a file was changed since"
     if conflict is None and footer["columns"] != job.layout.names:
         conflict = "the output columns asked for are not the same"
-    if conflict is not None:
-        raise ResumeRefusedError(
-            f"{output}: is the finished output of another job: {conflict}; choose another --out, or --resume never to "
-            "replace it"
-        )
-    return footer
+    if conflict is None:
+        return footer
+    if may_replace:
+        return None
+    raise ResumeRefusedError(
+        f"{output}: is the finished output of another job: {conflict}; choose another --out, or --resume never to "
+        "replace it"
+    )
 
 
 def resolved_lines(job: ResolvedJob) -> dict[str, str]:

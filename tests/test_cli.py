@@ -30,6 +30,8 @@ def message(*arguments: object, code: int) -> str:
         ([QUESTIONS, "--template", "x", "--prompt-column", "prompt"], "give one of them"),
         ([QUESTIONS, "--chat-template-kwargs", "{"], "--chat-template-kwargs: not valid JSON"),
         ([QUESTIONS, "--chat-template-kwargs", "[1]"], "a JSON object is expected"),
+        ([QUESTIONS, "--chat-template-kwargs", '{"tokenize": true}'], "tokenize is set by cbgen"),
+        ([QUESTIONS, "--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization"),
         ([QUESTIONS, "--temperature", "-1"], "temperature is -1"),
         ([QUESTIONS, "--top-p", "0"], "top_p is 0"),
         ([QUESTIONS, "--max-tokens", "0"], "max_tokens is 0"),
@@ -81,6 +83,14 @@ def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     line = message("run", QUESTIONS, "--model", "tiny-random", "--out", tmp_path / "file" / "out.parquet", code=1)
     assert "cannot be written" in line
+
+
+def test_a_summary_that_cannot_be_written(tmp_path: Path) -> None:
+    """It is told before the work, not after."""
+    (tmp_path / "file").write_text("x")
+    options = ("--model", "tiny-random", "--out", tmp_path / "o.parquet", "--summary", tmp_path / "file" / "s.json")
+    assert "cannot be written" in message("run", QUESTIONS, *options, code=1)
+    assert not (tmp_path / "o.parquet").exists()
 
 
 def test_a_cache_that_does_not_fit(tmp_path: Path) -> None:

@@ -227,3 +227,35 @@ def test_output_of_cbgen_as_input(tmp_path: Path) -> None:
         tmp_path / "first.parquet", tmp_path / "second.parquet", "--max-tokens", 2, "--output-prefix", "new_"
     )
     assert rows[0]["new_completion"] == rows[0]["completion"]
+
+
+def test_an_output_in_the_input_folder_is_not_input(tmp_path: Path) -> None:
+    """A job on a folder or glob may write into it, and be run again."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_jsonl(folder / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    for source in (folder, folder / "*.*"):
+        assert len(run_tiny(source, folder / "out.parquet", "--max-tokens", 2)) == 2
+
+
+def test_a_deeply_nested_value_is_text(tmp_path: Path) -> None:
+    """What Parquet's readers cannot take comes out as JSON text, whatever its depth."""
+    for depth in (10, 100, 400):
+        line = '{"prompt": "a", "x": ' + "[" * depth + "1" + "]" * depth + "}\n"
+        (tmp_path / "in.jsonl").write_text(line)
+        (row,) = run_tiny(tmp_path / "in.jsonl", tmp_path / f"{depth}.parquet", "--max-tokens", 1)
+        assert isinstance(row["x"], list if depth == 10 else str)
+
+
+def test_a_damaged_input_ends_in_one_line(tmp_path: Path) -> None:
+    """A Parquet file with a broken page is told as what it is, with what was finished kept."""
+    table = pa.table({"prompt": [f"{number:064d}" for number in range(5000)]})
+    pq.write_table(table, tmp_path / "in.parquet", compression="zstd", row_group_size=1000, use_dictionary=False)
+    content = bytearray((tmp_path / "in.parquet").read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 400] = b"\xff" * 400
+    (tmp_path / "in.parquet").write_bytes(content)
+    result = cbgen(
+        "run", tmp_path / "in.parquet", "--model", "tiny-random", "--out", tmp_path / "o.parquet", "--max-tokens", 1
+    )
+    assert result.exit_code == 1
+    assert "in.parquet: cannot be read to its end" in result.output

@@ -131,13 +131,62 @@ def test_edited_reordered_and_appended_input(tmp_path: Path, stopped_job: tuple[
 def test_killed_between_the_final_file_and_the_end(
     tmp_path: Path, killed_folder: Path, stopped_job: tuple[Path, Path]
 ) -> None:
-    """With the final file there and the parts not deleted yet, the job finishes again, and equals what it was."""
+    """With the final file there and some parts not deleted yet, the job is complete: nothing is generated again."""
     source, out = stopped_job
     run_tiny(source, out, *JOB[2:])
-    shutil.copytree(killed_folder / "out.parquet.parts", tmp_path / "out.parquet.parts")
-    run_tiny(source, out, *JOB[2:])
+    content, parts = out.read_bytes(), tmp_path / "out.parquet.parts"
+    shutil.copytree(killed_folder / "out.parquet.parts", parts)
+    sorted(parts.glob("part-*"))[0].unlink()
+    again = cbgen("run", source, "--out", out, *JOB)
+    assert again.exit_code == 0
+    assert "is complete: 80 rows ok" in again.output
+    assert out.read_bytes() == content
+    assert not parts.exists()
+
+
+def test_a_foreign_file_is_kept_though_the_job_has_parts(stopped_job: tuple[Path, Path]) -> None:
+    """What somebody put at the output while the job was stopped is not overwritten."""
+    source, out = stopped_job
+    out.write_bytes(b"precious")
+    assert cbgen("run", source, "--out", out, *JOB).exit_code == 4
+    assert out.read_bytes() == b"precious"
+
+
+def test_a_row_whose_own_max_tokens_changes_is_generated_again(tmp_path: Path) -> None:
+    """Results go with the row that asked for them, also when two rows differ in max_tokens alone and change places."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": "q", "max_tokens": 2}, {"prompt": "q", "max_tokens": 9}, {"prompt": "long", "max_tokens": 600}]
+    slow_row = ("--model", "tiny-random", "--out", out, "--ignore-eos", "--part-rows", 2)
+    process = start_process("run", write_jsonl(source, rows), *slow_row)
+    wait_for_parts(process, tmp_path / "out.jsonl.parts", 1)
+    process.kill()
+    process.communicate()
+    write_jsonl(source, [rows[1], rows[0], {"prompt": "q", "max_tokens": 5}])
+    assert cbgen("run", source, *slow_row).exit_code == 0
+    assert [(row["max_tokens"], row["completion_tokens"]) for row in read_rows(out)] == [(9, 9), (2, 2), (5, 5)]
+
+
+def test_failed_rows_are_tried_again(tmp_path: Path) -> None:
+    """A row that failed for want of cache is generated when an unfinished job goes on with more of it."""
+    source, out = questions(tmp_path), tmp_path / "out.parquet"
+    small = ("--num-blocks", 2, "--page-size", 32)  # 64 tokens: some questions fit, some do not
+    process = start_process("run", source, "--out", out, *JOB, *small, *SLOWLY)
+    wait_for_parts(process, tmp_path / "out.parquet.parts", 2)
+    process.kill()
+    process.communicate()
+    errors = [pq.read_table(part)["error"] for part in (tmp_path / "out.parquet.parts").glob("part-*")]
+    assert 0 < sum(len(column) - column.null_count for column in errors) < sum(map(len, errors))
+    rows = run_tiny(source, out, *JOB[2:])
+    assert all(row["error"] is None for row in rows)
     assert_equals_uninterrupted(tmp_path, source, out)
-    assert not (tmp_path / "out.parquet.parts").exists()
+
+
+def test_a_job_that_published_nothing_locks_nothing(tmp_path: Path) -> None:
+    """After a run that ended before its first part, other options are free."""
+    source, out = SAMPLES / "questions.jsonl", tmp_path / "out.parquet"
+    failed = cbgen("run", source, "--out", out, "--model", "tiny-random", "--max-tokens", 3, "--num-blocks", 10**9)
+    assert failed.exit_code == 1
+    assert run_tiny(source, out, "--max-tokens", 4)[0]["completion_tokens"] == 4
 
 
 def test_a_full_disk(tmp_path: Path) -> None:

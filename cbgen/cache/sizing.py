@@ -13,9 +13,10 @@ from cbgen.config import ModelShape, ResolvedConfig
 from cbgen.errors import MemoryPlanError, UsageError
 
 # Tensors of one hidden size, and of one inner MLP size, that are alive at once in a decoder layer run without autograd.
-# The inner size is taken as four hidden sizes, and a sampled row as three rows of float32 logits (logits, sorted, sum).
+# The inner size is taken as four hidden sizes. Sampling with top-p holds eleven times the float32 logits at its peak:
+# scaled and sorted copies, 64-bit order, probabilities, and their 64-bit sums.
 LIVE_HIDDEN_TENSORS = 8 + 3 * 4
-LOGITS_COPIES = 3
+LOGITS_COPIES = 11
 FLOAT32_BYTES = 4
 
 

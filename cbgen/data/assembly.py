@@ -18,6 +18,7 @@ from cbgen.data.rows import KEY_BYTES, RESULT_SCHEMA, OutputLayout
 from cbgen.errors import OutputError
 
 FOOTER_KEY = b"cbgen"
+FOOTER_KEYS = {"fingerprint", "input", "columns", "rows_ok", "rows_failed"}
 # Input rows per pass over the parts.
 ASSEMBLY_ROWS = 16_384
 # A row group of the final file holds no more than this, so that no column of it outgrows 32-bit offsets.
@@ -44,7 +45,7 @@ class Results:
         by_key = np.frombuffer(keys, dtype=[("high", ">u8"), ("low", ">u8")])
         order = np.argsort(by_key, order=("high", "low"))
         ordered = by_key[order]
-        for path, table in folder.parts():
+        for path, table in folder.parts(["key", "sample_index", "error"]):
             if table.num_rows and len(ordered):
                 self._index_part(path, table, ordered, order)
 
@@ -120,9 +121,12 @@ def read_footer(output: Path) -> dict[str, Any] | None:
     try:
         if output.suffix == ".jsonl":
             footer = json.loads(sidecar_path(output).read_text(encoding="utf-8"))
-            return footer if footer.pop("size_bytes") == output.stat().st_size else None
-        return json.loads((pq.read_schema(output).metadata or {})[FOOTER_KEY])
-    except (pa.ArrowInvalid, OSError, ValueError, LookupError, TypeError):
+            whole = footer.pop("size_bytes") == output.stat().st_size
+        else:
+            footer = json.loads((pq.read_schema(output).metadata or {})[FOOTER_KEY])
+            whole = True  # a Parquet file that was cut has no footer
+        return footer if whole and footer.keys() >= FOOTER_KEYS else None
+    except (pa.ArrowInvalid, OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 

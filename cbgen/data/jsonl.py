@@ -1,15 +1,17 @@
 """A JSONL shard: lines that are read one by one, and the Arrow types that its values have together."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from cbgen.errors import UsageError
+from cbgen.errors import InputError, UsageError
 
 BATCH_LINES = 1024
+MAX_NESTING = 24
 _ARROW_REFUSALS = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError)
 
 
@@ -17,7 +19,7 @@ class JsonlFile:
     """One object a line. Blank lines and a byte-order mark are read as if they were not there.
 
     The types are found by one pass over the whole file before work starts: numbers widen, a missing key is null, and a
-    column whose values have no common type becomes a string column that holds its non-strings as JSON text.
+    column whose values have no common type, or nest too deeply, becomes a string column that holds JSON text.
     """
 
     def __init__(self, path: Path):
@@ -26,18 +28,27 @@ class JsonlFile:
         self._json_columns: set[str] = set()
         try:
             self.schema = self._infer_schema()
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+        except InputError as error:
+            raise UsageError(str(error)) from error
 
     def records(self, columns: list[str] | None) -> Iterator[tuple[dict[str, Any], str | None]]:
         """See InputFile.records. With None, a row has the keys of its own line only."""
-        with open(self.path, "rb") as file:
-            for number, raw in enumerate(file, start=1):
-                line = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
-                if line:
-                    values, error = _parse(line)
-                    where = None if error is None else f"{self.path.name}, line {number}: {error}"
-                    yield values if columns is None else {name: values.get(name) for name in columns}, where
+        name_shown = os.fsencode(self.path.name).decode("utf-8", "backslashreplace")
+        for number, line in self._lines():
+            values, error = _parse(line)
+            where = None if error is None else f"{name_shown}, line {number}: {error}"
+            yield values if columns is None else {name: values.get(name) for name in columns}, where
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Lines that are not blank, with their numbers."""
+        try:
+            with open(self.path, "rb") as file:
+                for number, raw in enumerate(file, start=1):
+                    line = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
+                    if line:
+                        yield number, line
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be read to its end: {error.strerror}") from error
 
     def tables(self, schema: pa.Schema) -> Iterator[pa.Table]:
         for batch in self._batches():
@@ -63,7 +74,7 @@ class JsonlFile:
                     if found is None:
                         self._json_columns.add(name)
                     types[name] = pa.string() if found is None else found
-        for name in [name for name, type_ in types.items() if _holds_empty_struct(type_)]:
+        for name in [name for name, type_ in types.items() if not _fits_parquet(type_)]:
             self._json_columns.add(name)
             types[name] = pa.string()
         return pa.schema(list(types.items()))
@@ -100,11 +111,11 @@ def _array_type(values: list[Any]) -> pa.DataType:
         return pa.array([_with_floats(value) for value in values]).type
 
 
-def _holds_empty_struct(type_: pa.DataType) -> bool:
-    """Whether an object without any key is part of the type: Parquet has no place for one."""
-    if pa.types.is_struct(type_) and type_.num_fields == 0:
-        return True
-    return any(_holds_empty_struct(type_.field(place).type) for place in range(type_.num_fields))
+def _fits_parquet(type_: pa.DataType, depth: int = 0) -> bool:
+    """Parquet has no place for an object without any key, and its readers none for very deep nesting."""
+    if depth > MAX_NESTING or (pa.types.is_struct(type_) and type_.num_fields == 0):
+        return False
+    return all(_fits_parquet(type_.field(place).type, depth + 1) for place in range(type_.num_fields))
 
 
 def _parse(line: bytes) -> tuple[dict[str, Any], str | None]:

@@ -1,5 +1,6 @@
 """What a job is, and what of it is done: the fingerprint, the folder of parts, and the keys that the parts hold."""
 
+import glob
 import json
 import shutil
 from collections.abc import Iterator
@@ -12,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbgen.data.files import check_writable, publish_text
-from cbgen.data.rows import PART_SCHEMA
-from cbgen.errors import ResumeRefusedError
+from cbgen.data.rows import PART_SCHEMA, parts_path
+from cbgen.errors import OutputError, ResumeRefusedError
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
@@ -36,7 +37,8 @@ class PartsFolder:
     """
 
     def __init__(self, output: Path):
-        self.path = output.with_name(output.name + ".parts")
+        self.path = parts_path(output)
+        self.output = output
         self._lock = filelock.FileLock(self.path / "lock", blocking=False)
 
     @property
@@ -55,6 +57,7 @@ class PartsFolder:
             self._lock.acquire()
         except filelock.Timeout as error:
             raise ResumeRefusedError(f"{self.path}: another run is writing this output") from error
+        self._delete_leftovers()
         if resume == "never":
             self._clear()
         known = self._read_manifest()
@@ -69,7 +72,9 @@ class PartsFolder:
             self._write_manifest(fingerprint, today)
             return today
         conflict = fingerprint_conflict(fingerprint, known["fingerprint"])
-        if conflict is not None:
+        if conflict is not None and not self._part_paths():  # nothing was published, so nothing can be mixed
+            self._write_manifest(fingerprint, known["date"])
+        elif conflict is not None:
             raise ResumeRefusedError(
                 f"{self.path}: holds the results of another job: {conflict}; "
                 "choose another --out, or --resume never to discard them"
@@ -81,16 +86,21 @@ class PartsFolder:
         self._lock.release()
 
     def remove(self) -> None:
-        """Deletes the parts once the final output holds them, and the lock with them."""
-        shutil.rmtree(self.path)
-        self._lock.release()
+        """Deletes the parts once the final output holds them, the manifest last, and the lock with them."""
+        self._clear()
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)  # an empty folder that stays behind does no harm
 
-    def parts(self) -> Iterator[tuple[Path, pa.Table]]:
-        """Every published part that can be read, oldest first. One that cannot is set aside: its rows run again."""
+    def parts(self, columns: list[str] = PART_SCHEMA.names) -> Iterator[tuple[Path, pa.Table]]:
+        """All or some columns of every published part, oldest first. A torn one is set aside: its rows run again."""
         for path in sorted(self._part_paths()):
             try:
-                yield path, pq.read_table(path, schema=PART_SCHEMA)
-            except (pa.ArrowInvalid, OSError):
+                yield path, pq.read_table(path, columns=columns).cast(_part_schema(columns))
+            except (pa.ArrowInvalid, OSError) as error:
+                if isinstance(error, OSError) and error.errno is not None:  # the disk's fault, not the file's
+                    raise OutputError(
+                        f"{path}: cannot be read: {error.strerror}; run the same command again"
+                    ) from error
                 path.rename(path.with_name(path.name + ".unreadable"))
 
     def next_part_number(self) -> int:
@@ -104,11 +114,14 @@ class PartsFolder:
         return list(self.path.glob(f"part-{'[0-9]' * 8}.parquet"))
 
     def _clear(self) -> None:
-        for path in self.path.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != "lock":
-                path.unlink()
+        """Deletes what jobs have published here, and nothing else."""
+        for path in [*self.path.glob("part-*.parquet*"), self.path / MANIFEST_NAME]:
+            path.unlink(missing_ok=True)
+
+    def _delete_leftovers(self) -> None:
+        """Deletes the unfinished files of a run that was killed while it wrote them."""
+        for path in [*self.path.glob(".*.tmp-*"), *self.output.parent.glob(f".{glob.escape(self.output.name)}.tmp-*")]:
+            path.unlink(missing_ok=True)
 
     def _read_manifest(self) -> dict[str, Any] | None:
         path = self.path / MANIFEST_NAME
@@ -127,3 +140,7 @@ class PartsFolder:
         content = {"version": MANIFEST_VERSION, "date": today.isoformat(), "fingerprint": fingerprint}
         text = json.dumps(content, indent=2, ensure_ascii=False)
         publish_text(self.path / MANIFEST_NAME, text)
+
+
+def _part_schema(columns: list[str]) -> pa.Schema:
+    return pa.schema([PART_SCHEMA.field(name) for name in columns])

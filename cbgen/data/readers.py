@@ -1,6 +1,6 @@
 """Input files as rows, lazily, and as Arrow tables with every column unchanged.
 
-    --in a.parquet b.jsonl "shards/*.parquet" folder/      files in the order given; globs and folders in natural order
+    a.parquet b.jsonl "shards/*.parquet" folder/      files in the order given; globs and folders in natural order
 
 A line of JSONL that is not a JSON object is a row with an error that names file and line; the next line is unharmed.
 """
@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbgen.data.jsonl import JsonlFile
-from cbgen.data.rows import PromptRow
-from cbgen.data.schemas import cast, first_line, python_rows, unify
-from cbgen.errors import InputChangedError, UsageError
+from cbgen.data.rows import PromptRow, parts_path
+from cbgen.data.schemas import cast, python_rows, unify
+from cbgen.errors import InputError, UsageError, first_line
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -62,13 +62,16 @@ class ParquetFile:
             yield cast(pa.Table.from_batches([batch]), schema)
 
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        with pq.ParquetFile(self.path) as file:
-            if columns:
-                yield from file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
-            else:  # pyarrow gives no batches for no columns, but the rows are there
-                rest = [min(BATCH_ROWS, self.num_rows - first) for first in range(0, self.num_rows, BATCH_ROWS)]
-                empty = pa.struct([])
-                yield from (pa.RecordBatch.from_struct_array(pa.array([{}] * size, empty)) for size in rest)
+        if columns:
+            try:
+                with pq.ParquetFile(self.path) as file:
+                    yield from file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
+            except (pa.ArrowInvalid, OSError) as error:
+                raise InputError(f"{self.path}: cannot be read to its end: {first_line(error)}") from error
+        else:  # pyarrow gives no batches for no columns, but the rows are there
+            rest = [min(BATCH_ROWS, self.num_rows - first) for first in range(0, self.num_rows, BATCH_ROWS)]
+            empty = pa.struct([])
+            yield from (pa.RecordBatch.from_struct_array(pa.array([{}] * size, empty)) for size in rest)
 
 
 @dataclass(frozen=True)
@@ -129,18 +132,21 @@ class Input:
                 left -= table.num_rows
 
     def check_unchanged(self) -> None:
-        """Raises InputChangedError when a file is not what it was when the input was opened."""
+        """Raises InputError when a file is not what it was when the input was opened."""
         for file, identity in zip(self._files, self._identities, strict=True):
             if not file.path.exists() or _identity(file.path) != identity:
-                raise InputChangedError(
+                raise InputError(
                     f"{file.path} was changed while the job ran; run the same command again: finished rows are kept"
                 )
 
 
-def open_input(sources: Iterable[str], limit: int | None = None) -> Input:
-    """Opens files, globs and folders. Raises UsageError for what is missing, empty or of another format."""
+def open_input(sources: Iterable[str], limit: int | None = None, output: Path | None = None) -> Input:
+    """Opens files, globs and folders. Raises UsageError for what is missing, empty or of another format.
+
+    output: where results go; neither it nor its parts are input, should a folder or glob hold them.
+    """
     files: list[InputFile] = []
-    for path in _expand(sources):
+    for path in _expand(sources, output):
         if path.suffix in PARQUET_SUFFIXES:
             files.append(ParquetFile(path))
         elif path.suffix in JSONL_SUFFIXES:
@@ -153,7 +159,7 @@ def open_input(sources: Iterable[str], limit: int | None = None) -> Input:
     return Input(files, limit)
 
 
-def _expand(sources: Iterable[str]) -> Iterator[Path]:
+def _expand(sources: Iterable[str], output: Path | None) -> Iterator[Path]:
     for source in sources:
         path = Path(source).expanduser()
         if path.is_file():
@@ -163,10 +169,16 @@ def _expand(sources: Iterable[str]) -> Iterator[Path]:
             found = [p for p in path.iterdir() if p.suffix in PARQUET_SUFFIXES + JSONL_SUFFIXES and p.is_file()]
         else:
             found = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
+        found = [match for match in found if output is None or not _is_output(match, output)]
         if not found:
             what = "has no .parquet or .jsonl file" if path.is_dir() else "no such file, folder or glob match"
             raise UsageError(f"{source}: {what}")
         yield from sorted(found, key=lambda p: _natural(str(p)))
+
+
+def _is_output(path: Path, output: Path) -> bool:
+    own = (output.resolve(), parts_path(output).resolve())
+    return path.resolve() in own or path.resolve().parent in own
 
 
 def _natural(text: str) -> list[Any]:
@@ -176,4 +188,4 @@ def _natural(text: str) -> list[Any]:
 
 def _identity(path: Path) -> _Identity:
     stat = path.stat()
-    return _Identity(str(path), stat.st_size, stat.st_mtime_ns)
+    return _Identity(str(path.resolve()), stat.st_size, stat.st_mtime_ns)

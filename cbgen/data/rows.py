@@ -2,11 +2,17 @@
 
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 KEY_BYTES = 16
+
+
+def parts_path(output: Path) -> Path:
+    """The folder beside an output in which its results are published while the job runs."""
+    return output.with_name(output.name + ".parts")
 
 
 @dataclass(frozen=True)

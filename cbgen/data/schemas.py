@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cbgen.errors import UsageError
+from cbgen.errors import UsageError, first_line
 
 
 class HasSchema(Protocol):
@@ -131,7 +131,3 @@ def _escaped_row(row: pa.RecordBatch, path: Path) -> tuple[dict[str, Any], str |
 def _as_text(column: pa.Array) -> pa.Array:
     """Dates and times in ISO form."""
     return pc.replace_substring(column.cast(pa.string()), " ", "T")
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

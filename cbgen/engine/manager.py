@@ -177,6 +177,4 @@ class Manager:
         return bool(victims)
 
     def _count(self, batch: ScheduledBatch, start_s: float) -> None:
-        self.metrics.count_step(
-            start_s, time.perf_counter(), len(batch.scheduled), batch.num_query_tokens, self.cache.used_share
-        )
+        self.metrics.count_step(start_s, time.perf_counter(), len(batch.scheduled), self.cache.used_share)

@@ -16,7 +16,6 @@ class EngineMetrics:
     """
 
     num_steps: int = 0
-    num_query_tokens: int = 0
     num_scheduled_requests: int = 0
     requests_ok: int = 0
     prompt_tokens: int = 0
@@ -41,12 +40,11 @@ class EngineMetrics:
     def mean_batch_requests(self) -> float:
         return self.num_scheduled_requests / self.num_steps if self.num_steps else 0.0
 
-    def count_step(self, start_s: float, end_s: float, num_requests: int, num_tokens: int, used_share: float) -> None:
+    def count_step(self, start_s: float, end_s: float, num_requests: int, used_share: float) -> None:
         self.first_forward_s = start_s if self.first_forward_s is None else self.first_forward_s
         self.last_forward_s = end_s
         self.num_steps += 1
         self.num_scheduled_requests += num_requests
-        self.num_query_tokens += num_tokens
         self.peak_used_share = max(self.peak_used_share, used_share)
 
     def count_computed(self, request: RequestState, query_length: int) -> None:

@@ -74,6 +74,7 @@ class RequestState:
     timing: RequestTiming = field(init=False)
 
     def __post_init__(self) -> None:
+        assert self.token_ids, "a request has at least one token"
         self.num_prompt_tokens = len(self.token_ids)
         self.arrive()
 

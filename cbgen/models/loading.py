@@ -1,7 +1,7 @@
 """From a name to a model: a folder, a hub id, a GGUF file, smollm2 or tiny-random; description first, weights later."""
 
 import hashlib
-import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,11 +22,13 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from cbgen.config import ModelShape
-from cbgen.errors import ModelError, UsageError
+from cbgen.errors import ModelError, UsageError, first_line
 from cbgen.models import gguf, seam, tiny_random
+from cbgen.models.gguf import sampled_bytes
 
 TINY_RANDOM = "tiny-random"
 SMOLLM2 = "smollm2"
+IDENTITY_SUFFIXES = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -49,6 +52,10 @@ class ModelDescription:
     sampling_defaults: dict[str, float | int] = field(default_factory=dict)
 
     @property
+    def vocab_size(self) -> int:
+        return self.config.get_text_config().vocab_size
+
+    @property
     def is_local(self) -> bool:
         """Whether it comes from a path or from memory, where there are no revisions."""
         return self.location is None or Path(self.location).is_dir()
@@ -66,6 +73,7 @@ def describe(
 
     notify: told in a line when something takes a while.
     """
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 8)))  # the cores are the engine's
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if name == TINY_RANDOM:
@@ -150,7 +158,7 @@ def _from_hub(name: str, read: Any) -> Any:
     """Calls `read`, which asks transformers for a part of a model, and says in one line what went wrong."""
     try:
         return read()
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(f"--model {name}: {_hub_advice(error)}") from error
 
 
@@ -165,7 +173,7 @@ def _hub_advice(error: Exception) -> str:
             "not in the local cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set): give the path of a "
             "folder or .gguf file, or run once with a connection"
         )
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 def _pick_dtype(name: str, own: torch.dtype | None, device: torch.device, model: str) -> torch.dtype:
@@ -220,8 +228,10 @@ def _context(config: PretrainedConfig, asked: int | None, name: str) -> int:
 
 
 def _folder_identity(folder: Path) -> str:
-    """Names, sizes and times of the weight files and the whole text of the config: enough to tell two folders apart."""
-    weights = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin"))
-    facts = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in weights]
-    config = (folder / "config.json").read_text()
-    return hashlib.blake2b(json.dumps([facts, config]).encode(), digest_size=8).hexdigest()
+    """What a folder's results depend on, and not when or where it was written: all its small files, and a sample of
+    each weight file."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+        if path.suffix in IDENTITY_SUFFIXES:
+            digest.update(f"{path.name} {path.stat().st_size}".encode() + sampled_bytes(path))
+    return digest.hexdigest()

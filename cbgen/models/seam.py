@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cbgen.config import ModelShape
 from cbgen.engine.model_runner import attention_forward, serving_attention
-from cbgen.errors import ModelError
+from cbgen.errors import ModelError, first_line
 
 IMPLEMENTATION = "cbgen"
 TRIAL_LENGTHS = (7, 5)
@@ -90,7 +90,7 @@ def _run_trial(model: PreTrainedModel, ids: torch.Tensor, name: str) -> tuple[_T
         with serving_attention(trial):
             output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=ends)
     except (TypeError, RuntimeError, KeyError, AttributeError, ValueError) as error:
-        raise _refused(name, f"its forward pass over a packed batch fails: {str(error).splitlines()[0]}") from error
+        raise _refused(name, f"its forward pass over a packed batch fails: {first_line(error)}") from error
     return trial, output.logits[0]
 
 

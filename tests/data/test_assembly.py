@@ -22,9 +22,15 @@ from cbgen.data.manifest import PartsFolder
 from cbgen.data.readers import Input, open_input
 from cbgen.data.rows import KEY_BYTES, RESULT_SCHEMA, OutputLayout, OutputRow
 from cbgen.data.writers import PartWriter
-from cbgen.errors import InputChangedError, OutputError
+from cbgen.errors import InputError, OutputError
 
-FOOTER = {"fingerprint": {"model": "smollm2", "system_prompt": "« é »"}, "rows_ok": 3}
+FOOTER = {
+    "fingerprint": {"model": "smollm2", "system_prompt": "« é »"},
+    "input": [],
+    "columns": [],
+    "rows_ok": 3,
+    "rows_failed": 0,
+}
 NOON = datetime(2024, 2, 29, 12, tzinfo=timezone.utc)
 # Writes a JSONL file from a Parquet one where pandas, which cbgen does not depend on, is not installed.
 WITHOUT_PANDAS = """
@@ -339,7 +345,7 @@ def test_an_input_changed_before_assembly_publishes_nothing(folder: PartsFolder)
     source = parquet_input(folder.path.parent, {"x": [0, 1]})
     parquet_input(folder.path.parent, {"x": [0, 1, 2]})
     for name in ("out.parquet", "out.jsonl"):
-        with pytest.raises(InputChangedError, match=r"in\.parquet"):
+        with pytest.raises(InputError, match=r"in\.parquet"):
             run(folder, source, name)
     assert {path.name for path in folder.path.parent.iterdir()} == {"in.parquet", folder.path.name}
 

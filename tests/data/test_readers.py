@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cbgen.data.readers import BATCH_ROWS, Input, open_input
-from cbgen.errors import InputChangedError, UsageError
+from cbgen.errors import InputError, UsageError
 
 DAY = datetime(2024, 2, 29, 12, 30, tzinfo=timezone.utc)
 WORDS = pa.array(["red", None, "blue"])
@@ -302,13 +302,13 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("read", [Input.records, Input.tables])
 def test_a_file_changed_between_two_readings_is_noticed(tmp_path: Path, read: Any, change: Any) -> None:
-    """The second reading raises InputChangedError with the file's name instead of giving other rows."""
+    """The second reading raises InputError with the file's name instead of giving other rows."""
     paths = [Path(save_lines(tmp_path / f"{name}.jsonl", {"x": 1})) for name in "ab"]
     save_lines(tmp_path / "b.new", {"x": 1, "longer": True})
     source = open_input(map(str, paths))
     assert len(list(read(source))) == 2
     change(paths[1])
-    with pytest.raises(InputChangedError, match=r"b\.jsonl"):
+    with pytest.raises(InputError, match=r"b\.jsonl"):
         list(read(source))
 
 

@@ -182,10 +182,10 @@ def test_steps_add_up():
     """Time runs from the start of the first pass to the end of the last; means and peaks are over all passes."""
     metrics = EngineMetrics()
     assert (metrics.elapsed_s, metrics.mean_batch_requests) == (0.0, 0.0)
-    metrics.count_step(10.0, 11.0, num_requests=4, num_tokens=40, used_share=0.5)
-    metrics.count_step(12.0, 12.5, num_requests=1, num_tokens=1, used_share=0.25)
+    metrics.count_step(10.0, 11.0, num_requests=4, used_share=0.5)
+    metrics.count_step(12.0, 12.5, num_requests=1, used_share=0.25)
     assert (metrics.elapsed_s, metrics.mean_batch_requests, metrics.peak_used_share) == (2.5, 2.5, 0.5)
-    assert (metrics.num_steps, metrics.num_query_tokens, metrics.num_scheduled_requests) == (2, 41, 5)
+    assert (metrics.num_steps, metrics.num_scheduled_requests) == (2, 5)
 
 
 @pytest.mark.parametrize(("reason", "error", "ok"), [(FinishReason.STOP, None, 1), (FinishReason.ERROR, "bad", 0)])

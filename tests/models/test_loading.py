@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-from job_harness import SAMPLES, cbgen, read_rows
+from job_harness import SAMPLES, cbgen, read_rows, write_jsonl
 from tiny_models import ModelUnderTest, build
-from transformers import GenerationConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from cbgen.errors import ModelError, UsageError
 from cbgen.models import gguf, loading, tiny_random
@@ -141,3 +142,39 @@ def test_a_broken_gguf_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
         loading.describe(str(tmp_path / "broken.gguf"), None, "auto", CPU)
     assert "\n" not in str(refusal.value)
     assert list((tmp_path / "cache" / "models").iterdir()) == []
+
+
+def test_a_truncated_weight_file(model_folder: Path) -> None:
+    """Half a download is refused in one line."""
+    weights = model_folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(ModelError) as refusal:
+        loading.load(loading.describe(str(model_folder), None, "auto", CPU), CPU)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_prompt_without_tokens_is_an_error_row(model_folder: Path, tmp_path: Path) -> None:
+    """A tokenizer that makes nothing of white space fails that row alone."""
+    words = Tokenizer(models.WordLevel({"a": 3, "b": 4, "?": 0}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(model_folder)
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "a b"}, {"prompt": " "}, {"prompt": "b"}])
+    out = tmp_path / "out.jsonl"
+    result = cbgen("run", source, "--model", model_folder, "--out", out, "--max-tokens", 3)
+    assert result.exit_code == 3, result.output
+    assert [row["error"] for row in read_rows(out)] == [None, "the prompt has no tokens", None]
+
+
+def test_the_end_token_is_no_text(tmp_path: Path) -> None:
+    """An EOS token that the tokenizer does not know as special counts as a token and is left out of the completion."""
+    folder = tmp_path / "model"
+    model = build("llama")
+    model.generation_config = GenerationConfig(eos_token_id=list(range(3, 200)))
+    model.save_pretrained(folder)
+    tiny_random.build_tokenizer().save_pretrained(folder)
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"{n}"} for n in range(8)])
+    out = tmp_path / "out.jsonl"
+    assert cbgen("run", source, "--model", folder, "--out", out, "--output-token-ids").exit_code == 0
+    stopped = [row for row in read_rows(out) if row["completion_ids"] and len(row["completion_ids"]) == 1]
+    assert stopped, "some row stops with its first token"
+    assert all(row["completion"] == "" and row["completion_tokens"] == 1 for row in stopped)
