@@ -171,7 +171,7 @@ def test_failed_rows_are_tried_again(tmp_path: Path) -> None:
     source, out = questions(tmp_path), tmp_path / "out.parquet"
     small = ("--num-blocks", 2, "--page-size", 32)  # 64 tokens: some questions fit, some do not
     process = start_process("run", source, "--out", out, *JOB, *small, *SLOWLY)
-    wait_for_parts(process, tmp_path / "out.parquet.parts", 6)
+    wait_for_parts(process, tmp_path / "out.parquet.parts", 12)
     process.kill()
     process.communicate()
     errors = [pq.read_table(part)["error"] for part in (tmp_path / "out.parquet.parts").glob("part-*")]
