@@ -163,11 +163,11 @@ def run(
     ] = None,
     max_memory_percent: Annotated[
         float | None,
-        typer.Option(help="Share of free memory to use.", rich_help_panel=ENGINE, show_default="by hardware"),
+        typer.Option(help="Share of free memory to use, 0 to 1.", rich_help_panel=ENGINE, show_default="by hardware"),
     ] = None,
     gpu_memory_utilization: Annotated[
         float | None,
-        typer.Option(help="Instead: share of all device memory, weights included.", rich_help_panel=ENGINE),
+        typer.Option(help="Instead: share of all device memory, 0 to 1, weights included.", rich_help_panel=ENGINE),
     ] = None,
     scheduler_type: Annotated[str, typer.Option(help="fifo.", rich_help_panel=ENGINE)] = "fifo",
     safety_margin: Annotated[
@@ -210,9 +210,9 @@ def _run(given: dict[str, Any], console: Console) -> int:
 
     outcome = run_job(spec, console)
     if outcome.summary is not None:
-        if outcome.summary.rows_failed:
-            figures = outcome.summary
-            print_line(console, f"{figures.rows_failed} of {figures.rows_total} rows failed: see their error column")
+        failed, total = outcome.summary.rows_failed, outcome.summary.rows_total
+        if failed:
+            print_line(console, f"{failed} of {total} rows failed: see column {spec.output_prefix}error")
         sys.stderr.flush()
         typer.echo(outcome.summary.throughput_line())
     return outcome.exit_code

@@ -79,6 +79,8 @@ def _already_complete(finished: dict[str, Any], folder: PartsFolder, console: Co
 def _start_pipeline(job: ResolvedJob, folder: PartsFolder, today: date, console: Console) -> tuple[Feeder, Collector]:
     """Starts the threads beside the engine: rows begin to be read, rendered and tokenized while weights are loaded."""
     done = _done_samples(folder)
+    if done:
+        print_line(console, f"resuming  {len(done)} of {job.source.num_rows * job.spec.n} results are there already")
     prompter = Prompter(job.model.tokenizer, job.prompts, job.defaults, today, job.model.vocab_size)
     collector = Collector(prompter, PartWriter(folder, job.spec.part_rows, job.spec.part_interval))
     feeder = Feeder(

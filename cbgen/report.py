@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import cbgen
 
@@ -109,7 +109,7 @@ class Snapshot:
 
     def __str__(self) -> str:
         return (
-            f"{self.output_tokens_per_second:.1f} output tokens/s, batch {self.active_requests}, "
+            f"{self.output_tokens_per_second:.0f} tokens/s, batch {self.active_requests}, "
             f"cache {self.cache_used_share:.0%}"
         )
 
@@ -146,10 +146,8 @@ class ProgressReporter:
     def _work_on_terminal(self) -> None:
         columns = (
             TextColumn("{task.completed}/{task.total} rows"),
-            BarColumn(),
-            TaskProgressColumn(),
+            BarColumn(bar_width=10),
             TextColumn("{task.description}"),
-            TimeElapsedColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),
         )

@@ -59,6 +59,7 @@ def test_killed_five_times(tmp_path: Path) -> None:
     assert pq.read_table(sorted(parts.glob("part-*.parquet"))[0]).num_rows > 0
     last = cbgen("run", source, "--out", out, *JOB, "--summary", tmp_path / "s.json")
     assert last.exit_code == 0, last.output
+    assert "of 240 results are there already" in last.output
     assert pq.read_metadata(out).num_rows == 240
     assert_equals_uninterrupted(tmp_path, source, out)
     assert '"rows_resumed": 0' not in (tmp_path / "s.json").read_text()
