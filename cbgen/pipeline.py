@@ -208,20 +208,23 @@ class Feeder:
             samples = [s for s in range(self._num_samples) if sample_key(key, s) not in self._done]
             self.num_already_done += self._num_samples - len(samples)
             if isinstance(prompt, FailedPrompt):
-                for sample_index in samples:
-                    self._collector.put(_failed_row(RowTag(key, prompt.index, sample_index), prompt.error))
+                self._fail(key, prompt.index, samples, prompt.error)
             elif samples:
                 wanted.append((prompt, key, samples))
         token_ids = self._prompter.tokenize([prompt for prompt, _, _ in wanted])
         for (prompt, key, samples), ids in zip(wanted, token_ids, strict=True):
             if not ids:
-                for sample in samples:
-                    self._collector.put(_failed_row(RowTag(key, prompt.index, sample), "the prompt has no tokens"))
+                self._fail(key, prompt.index, samples, "the prompt has no tokens")
                 continue
             if self._on_first_prompt is not None:
                 self._on_first_prompt(self._prompter.preview(prompt))
                 self._on_first_prompt = None
             yield from (self._request(prompt, ids, RowTag(key, prompt.index, sample)) for sample in samples)
+
+    def _fail(self, key: bytes, index: int, samples: list[int], error: str) -> None:
+        """Hands the samples of a row that cannot become a request to the collector."""
+        for sample_index in samples:
+            self._collector.put(_failed_row(RowTag(key, index, sample_index), error))
 
     def _request(self, prompt: RenderedPrompt, ids: list[int], tag: RowTag) -> RequestState:
         room = self._max_model_len - len(ids)
