@@ -10,17 +10,24 @@ DEFAULT_MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 4096, "mps": 512}
 DEFAULT_MAX_REQUESTS_PER_BATCH = {"cpu": 128, "cuda": 256, "mps": 64}
 # Where the device shares memory with everything else on the machine, the cache leaves more of it alone.
 DEFAULT_MAX_MEMORY_PERCENT = {"cpu": 0.5, "cuda": 0.9, "mps": 0.4}
-DEFAULT_SAFETY_MARGIN = {"fifo": 0.15}
+DEFAULT_SAFETY_MARGIN = {"fifo": 0.15, "prefill_first": 0.0}
+
+# The two types of attention that the cache serves, as models' `layer_types` call them.
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """What the cache and the engine need to know of a model; found by a probe at load, not read from names.
 
-    `max_model_len` is the model's context in tokens; `dtype_bytes` the size of one activation.
+    `layer_types` has an entry per layer, FULL_ATTENTION or SLIDING_ATTENTION; a token of a sliding layer sees
+    `sliding_window` tokens, itself included. `max_model_len` is the model's context in tokens; `dtype_bytes` the size
+    of one activation.
     """
 
-    num_layers: int
+    layer_types: tuple[str, ...]
+    sliding_window: int | None
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -28,6 +35,10 @@ class ModelShape:
     vocab_size: int
     max_model_len: int
     dtype_bytes: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_types)
 
 
 @dataclass(frozen=True)
@@ -40,8 +51,10 @@ class ContinuousBatchingConfig:
         max_batch_tokens: query tokens in one forward pass.
         max_requests_per_batch: requests in one forward pass.
         max_memory_percent: share of the free memory that the cache and the activations may take, in (0, 1].
-        scheduler_type: "fifo".
+        scheduler_type: "fifo" or "prefill_first".
         safety_margin: free share of the cache below which only decodes go on, in [0, 1); 0 disables it.
+        allow_block_sharing: whether requests share the blocks of a common prefix (models of full attention only).
+        cpu_offload_space: GiB of CPU memory that offloaded requests may take; 0 disables it.
     """
 
     page_size: int | None = None
@@ -51,6 +64,8 @@ class ContinuousBatchingConfig:
     max_memory_percent: float | None = None
     scheduler_type: str = "fifo"
     safety_margin: float | None = None
+    allow_block_sharing: bool = True
+    cpu_offload_space: float = 0.0
 
     def resolve(self, device_type: str) -> "ResolvedConfig":
         """Fills in the defaults of a device type: "cpu", "cuda" or "mps". Raises UsageError on a value out of range."""
@@ -73,6 +88,8 @@ class ContinuousBatchingConfig:
             ),
             scheduler_type=self.scheduler_type,
             safety_margin=_margin(_default(self.safety_margin, DEFAULT_SAFETY_MARGIN[self.scheduler_type])),
+            allow_block_sharing=self.allow_block_sharing,
+            cpu_offload_space=_space(self.cpu_offload_space),
         )
 
 
@@ -87,6 +104,12 @@ class ResolvedConfig:
     max_memory_percent: float
     scheduler_type: str
     safety_margin: float
+    allow_block_sharing: bool
+    cpu_offload_space: float
+
+    @property
+    def cpu_offload_bytes(self) -> int:
+        return int(self.cpu_offload_space * 2**30)
 
 
 def _default(value: Any, default: Any) -> Any:
@@ -108,4 +131,10 @@ def _share(name: str, value: float) -> float:
 def _margin(value: float) -> float:
     if not 0.0 <= value < 1.0:
         raise UsageError(f"safety_margin: {value} is not a share between 0 and 1 (excluded)")
+    return value
+
+
+def _space(value: float) -> float:
+    if not 0.0 <= value < float("inf"):
+        raise UsageError(f"cpu_offload_space: {value} is not a number of GiB, 0 or more")
     return value

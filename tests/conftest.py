@@ -22,6 +22,18 @@ def tiny_llama() -> ModelUnderTest:
 
 
 @pytest.fixture(scope="session")
+def tiny_mistral() -> ModelUnderTest:
+    """Sliding attention in every layer."""
+    return ModelUnderTest.of("mistral", build("mistral"), frozenset([1]))
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3() -> ModelUnderTest:
+    """Sliding and full attention in turn."""
+    return ModelUnderTest.of("gemma3", build("gemma3"), frozenset([1]))
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> ModelUnderTest:
     """The real model of the demo, converted from its wheel's GGUF file (once, into the cache)."""
     from cbgen.models import gguf, loading

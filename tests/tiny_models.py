@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -18,6 +20,7 @@ from cbgen.config import ModelShape
 from cbgen.models import seam
 
 CONTEXT = 512
+WINDOW = 24  # of the sliding layers: no multiple of a page of 16, so that rings hold more than the window
 NEAR_TIE = 1e-4  # law 9: the reference's two best logits are closer than this
 COMMON = {"vocab_size": 320, "initializer_range": 0.25, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 DECODER = {
@@ -34,6 +37,14 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**COMMON, **DECODER),
     "qwen3": Qwen3Config(**COMMON, **DECODER),
     "gpt2": GPT2Config(**COMMON, n_embd=64, n_layer=3, n_head=4, n_positions=CONTEXT),
+    # Every layer sees WINDOW tokens; then one layer of three that sees all.
+    "mistral": MistralConfig(**COMMON, **DECODER, sliding_window=WINDOW),
+    "gemma3": Gemma3TextConfig(
+        **COMMON,
+        **DECODER,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
 }
 
 PARITY: Counter[str] = Counter()
@@ -60,6 +71,7 @@ class ModelUnderTest:
     @classmethod
     def of(cls, name: str, model: PreTrainedModel, eos_token_ids: frozenset[int]) -> "ModelUnderTest":
         reference = copy.deepcopy(model)
+        reference.set_attn_implementation("eager")  # the one that serves every option of a layer
         shape = seam.attach(model, name, model.config.max_position_embeddings)
         return cls(name, model, reference, shape, eos_token_ids)
 

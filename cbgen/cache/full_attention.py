@@ -1,87 +1,72 @@
-"""Blocks of full-attention layers: one page per layer, kept for every token of a request."""
+"""Blocks of full-attention layers: kept for every token of a request, shared by those with a common prefix."""
 
+from collections import Counter
+from collections.abc import Iterable
+
+from cbgen.cache.allocator import CacheAllocator
+from cbgen.cache.layout import LayerGroup
 from cbgen.cache.pool import CachePool
+from cbgen.cache.prefix_cache import PrefixCache
 
 
-class FullAttentionCacheAllocator:
-    """Splits chunks into blocks and keeps each request's block list.
+class FullAttentionCacheAllocator(CacheAllocator):
+    """A request owns a block for every page_size of its tokens; with sharing, several requests may own the same one."""
 
-        chunk c   [ block c·n | block c·n + 1 | ... | block c·n + n - 1 ]      n = blocks_per_chunk
-        block     [ page of layer 0 | page of layer 1 | ... ]                  page = page_size tokens of one layer
-
-    A chunk whose blocks are all uninitialized goes back to the pool.
-    """
-
-    def __init__(self, pool: CachePool, page_size: int, blocks_per_chunk: int = 1):
-        self.page_size = page_size
-        self.num_full_blocks = pool.num_data_chunks * blocks_per_chunk
-        self._pool = pool
-        self._blocks_per_chunk = blocks_per_chunk
-        self._uninitialized: dict[int, list[int]] = {}  # chunk -> its free blocks; only of chunks taken from the pool
-        self._num_uninitialized = 0
-        self._owned: dict[int, list[int]] = {}  # request id -> its blocks, in token order
+    def __init__(self, pool: CachePool, group: LayerGroup, allow_block_sharing: bool):
+        """allow_block_sharing: only where the group is the whole model, so that a chunk is one block (law 5)."""
+        super().__init__(pool, group)
+        assert not allow_block_sharing or group.blocks_per_chunk == 1
+        self.prefix_cache = PrefixCache(group.page_size) if allow_block_sharing else None
 
     @property
-    def num_free_blocks(self) -> int:
-        """Blocks that an allocation could take, in the pool or already split."""
-        return self._pool.num_free_chunks * self._blocks_per_chunk + self._num_uninitialized
+    def num_initialized(self) -> int:
+        """Blocks that nobody owns and whose content is kept; each is a chunk that the pool can have back."""
+        return 0 if self.prefix_cache is None else self.prefix_cache.num_initialized
 
-    def num_missing_blocks(self, request_id: int, num_tokens: int) -> int:
-        """Blocks a request needs beside its own to hold `num_tokens` tokens."""
-        return max(0, self.num_blocks_for(num_tokens) - len(self._owned.get(request_id, ())))
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
-
-    def num_owned_blocks(self, request_id: int) -> int:
-        return len(self._owned.get(request_id, ()))
-
-    def block_table(self, request_id: int) -> list[int]:
-        """The request's blocks in token order. Not to be changed by the caller."""
-        return self._owned[request_id]
-
-    def grow(self, request_id: int, num_blocks: int) -> None:
-        """Gives a request `num_blocks` more; the caller has checked that there are as many free."""
-        blocks = self._owned.setdefault(request_id, [])
-        for _ in range(num_blocks):
-            blocks.append(self._take_block())
-
-    def release(self, request_id: int) -> int:
-        """Takes all blocks from a request and returns how many there were; a request without any is fine."""
-        blocks = self._owned.pop(request_id, [])
+    def adopt(self, request_id: int, blocks: list[int]) -> None:
+        """Makes a request without blocks an owner of existing ones."""
+        assert self.prefix_cache is not None
+        assert request_id not in self._tables
         for block in blocks:
-            self._free_block(block)
-        return len(blocks)
+            self.prefix_cache.own(block)
+        self._tables[request_id] = list(blocks)
+
+    def grow(self, request_id: int, num_blocks: int) -> list[int]:
+        """See CacheAllocator.grow; initialized blocks are demoted one by one when no other is left (law 6)."""
+        blocks = super().grow(request_id, num_blocks)
+        if self.prefix_cache is not None:
+            for block in blocks:
+                self.prefix_cache.own(block)
+        return blocks
 
     def _take_block(self) -> int:
-        if not self._num_uninitialized:
-            chunk = self._pool.take()
-            first = chunk * self._blocks_per_chunk
-            self._uninitialized[chunk] = list(range(first + self._blocks_per_chunk - 1, first - 1, -1))
-            self._num_uninitialized += self._blocks_per_chunk
-        chunk = next(reversed(self._uninitialized))
-        block = self._uninitialized[chunk].pop()
-        if not self._uninitialized[chunk]:
-            del self._uninitialized[chunk]
-        self._num_uninitialized -= 1
-        return block
+        if self.prefix_cache is not None and not self.num_uninitialized and not self._pool.num_free_chunks:
+            self._free_block(self.prefix_cache.demote())
+        return super()._take_block()
 
-    def _free_block(self, block: int) -> None:
-        chunk = block // self._blocks_per_chunk
-        free = self._uninitialized.setdefault(chunk, [])
-        free.append(block)
-        self._num_uninitialized += 1
-        if len(free) == self._blocks_per_chunk:
-            del self._uninitialized[chunk]
-            self._num_uninitialized -= self._blocks_per_chunk
-            self._pool.give_back(chunk)
+    def _give_up(self, block: int) -> None:
+        if self.prefix_cache is None or self.prefix_cache.disown(block):
+            self._free_block(block)
+
+    def release(self, request_id: int) -> None:
+        """See CacheAllocator.release; registered blocks stay initialized."""
+        super().release(request_id)
+        if self.prefix_cache is not None:
+            self.prefix_cache.forget(request_id)
+
+    def _blocks_freed_by(self, request_ids: Iterable[int]) -> list[int]:
+        if self.prefix_cache is None:
+            return super()._blocks_freed_by(request_ids)
+        leaving = Counter(super()._blocks_freed_by(request_ids))
+        return [block for block, owners in leaving.items() if owners == self.prefix_cache.num_owners(block)]
 
     def check_integrity(self) -> list[int]:
-        """Asserts law 1 for blocks and returns the chunks that this allocator holds."""
-        owned = [block for blocks in self._owned.values() for block in blocks]
-        free = [block for blocks in self._uninitialized.values() for block in blocks]
-        assert len(free) == self._num_uninitialized, "count of uninitialized blocks is wrong"
-        chunks = sorted({block // self._blocks_per_chunk for block in owned + free})
-        expected = [c * self._blocks_per_chunk + i for c in chunks for i in range(self._blocks_per_chunk)]
-        assert sorted(owned + free) == expected, "a block is owned twice, owned and free, or lost"
-        return chunks
+        """See CacheAllocator.check_integrity."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.check_integrity(self._tables)
+        return super().check_integrity()
+
+    def _held_blocks(self) -> list[int]:
+        if self.prefix_cache is None:
+            return super()._held_blocks()
+        return sorted(set(super()._held_blocks())) + self.prefix_cache.initialized_blocks

@@ -14,7 +14,8 @@ class CachePool:
                  [ read  | write ] [ data | data | data |       ...       ]
                    reserve              handed out to allocators
 
-    Chunks that came back last are handed out first: their memory is warm, and memory never used stays untouched.
+    Chunks that came back last are handed out first: their memory is warm, and memory never used stays untouched. How
+    allocators cut a chunk into blocks is drawn in cache/layout.py.
     """
 
     def __init__(self, num_chunks: int):

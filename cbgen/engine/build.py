@@ -4,13 +4,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cbgen.cache.paged_cache import KVStorage, PagedCache
+from cbgen.cache.paged_cache import PagedCache
 from cbgen.cache.sizing import CachePlan, plan_cache
+from cbgen.cache.storage import KVStorage
+from cbgen.cache.swap_pool import SwapPool
 from cbgen.config import ModelShape, ResolvedConfig
 from cbgen.engine.input_outputs import InputBuffers
 from cbgen.engine.manager import Manager
 from cbgen.engine.model_runner import ModelRunner
-from cbgen.engine.scheduler import FIFOScheduler
+from cbgen.engine.scheduler import SCHEDULERS
+from cbgen.kernels.backend import AttentionBackend
 from cbgen.kernels.sdpa import SdpaAttention
 
 
@@ -34,18 +37,24 @@ def build_engine(
     free_bytes: int,
 ) -> Engine:
     """free_bytes: memory free on the device with the weights loaded. Raises MemoryPlanError when no cache fits."""
-    backend = SdpaAttention(config.page_size, shape.num_kv_heads, shape.head_dim, dtype)
-    plan = plan_cache(shape, config, shape.num_layers * backend.page_bytes, free_bytes)
+    backend = attention_backend(shape, dtype, config)
+    plan = plan_cache(shape, config, backend, free_bytes, swap_shares_memory=device.type != "cuda")
     config = replace(config, num_blocks=plan.num_blocks)
-    cache = PagedCache(plan.num_chunks, config.page_size)
-    storage = KVStorage(plan.num_chunks, shape.num_layers, backend, device)
+    cache = PagedCache(plan.layout, plan.num_chunks, config.allow_block_sharing)
+    storage = KVStorage(plan.num_chunks, plan.layout, backend, device)
     manager = Manager(
         cache=cache,
-        scheduler=FIFOScheduler(cache, config),
-        buffers=InputBuffers(config.max_batch_tokens, config.max_requests_per_batch, device),
-        runner=ModelRunner(model, storage, backend),
+        scheduler=SCHEDULERS[config.scheduler_type](cache, config),
+        buffers=InputBuffers(config.max_batch_tokens, config.max_requests_per_batch, len(plan.layout.groups), device),
+        runner=ModelRunner(model, plan.layout, storage, backend),
+        swap_pool=SwapPool(config.cpu_offload_bytes, storage) if config.cpu_offload_bytes else None,
         eos_token_ids=eos_token_ids,
         max_model_len=shape.max_model_len,
         max_waiting=2 * config.max_requests_per_batch,
     )
     return Engine(manager, config, plan, backend.name)
+
+
+def attention_backend(shape: ModelShape, dtype: torch.dtype, config: ResolvedConfig) -> AttentionBackend:
+    """The kernel that attends for a model."""
+    return SdpaAttention(config.page_size, shape.num_kv_heads, shape.head_dim, dtype)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from cbgen.cache.allocator import CacheAllocator
 from cbgen.cache.paged_cache import PagedCache
-from cbgen.cache.pool import READ_RESERVE_CHUNK
-from cbgen.engine.scheduler import ScheduledBatch
+from cbgen.cache.pool import READ_RESERVE_CHUNK, WRITE_RESERVE_CHUNK
+from cbgen.engine.scheduler import ScheduledBatch, ScheduledRequest
 from cbgen.kernels.backend import AttentionBatch
 
 
@@ -15,13 +16,14 @@ from cbgen.kernels.backend import AttentionBatch
 class BatchInputs:
     """What one forward pass reads: T query tokens packed request after request, S of which give logits.
 
-    input_ids, position_ids: [1, T]. logits_indices: [S], places in T, in batch order.
+    input_ids, position_ids: [1, T]. logits_indices: [S], places in T, in batch order. attention: one for each layer
+    group of the cache, in its order.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     logits_indices: torch.Tensor
-    attention: AttentionBatch
+    attention: list[AttentionBatch]
 
 
 class InputBuffers:
@@ -33,52 +35,83 @@ class InputBuffers:
     logits_indices       3     4       6        last query of each request that reaches its end
     """
 
-    def __init__(self, max_batch_tokens: int, max_requests_per_batch: int, device: torch.device):
+    def __init__(self, max_batch_tokens: int, max_requests_per_batch: int, num_groups: int, device: torch.device):
         self._device = device
-        # One row each: input ids, positions, page and offset of the KV written.
-        self._tokens = torch.zeros(4, max_batch_tokens, dtype=torch.int64, device=device)
+        # Rows: input ids, positions, and for each layer group the page and offset of the KV written.
+        self._tokens = torch.zeros(2 + 2 * num_groups, max_batch_tokens, dtype=torch.int64, device=device)
         self._logits_indices = torch.zeros(max_requests_per_batch, dtype=torch.int64, device=device)
 
     def lay_out(self, batch: ScheduledBatch, cache: PagedCache) -> BatchInputs:
         """Fills the buffers with a batch whose blocks are allocated, and returns views of their used part."""
-        tables = [cache.block_table(entry.request.request_id) for entry in batch.scheduled]
-        token_rows, ends = self._host_rows(batch, tables, cache.page_size)
+        token_rows, ends = self._host_rows(batch, cache)
         samples = [end - 1 for end, entry in zip(ends, batch.scheduled, strict=True) if entry.samples]
         num_tokens = token_rows.shape[1]
         self._tokens[:, :num_tokens].copy_(torch.from_numpy(token_rows))
         self._logits_indices[: len(samples)].copy_(torch.tensor(samples, dtype=torch.int64))
-        input_ids, position_ids, write_blocks, write_offsets = self._tokens[:, :num_tokens]
-        attention = AttentionBatch(
-            query_lengths=[entry.query_length for entry in batch.scheduled],
-            kv_lengths=[entry.kv_length for entry in batch.scheduled],
-            block_tables=self._block_tables(tables),
-            write_blocks=write_blocks,
-            write_offsets=write_offsets,
-        )
-        return BatchInputs(input_ids[None], position_ids[None], self._logits_indices[: len(samples)], attention)
+        rows = self._tokens[:, :num_tokens]
+        attention = [
+            self._attention(batch, allocator, rows[2 + 2 * number], rows[3 + 2 * number])
+            for number, allocator in enumerate(cache.allocators)
+        ]
+        return BatchInputs(rows[0][None], rows[1][None], self._logits_indices[: len(samples)], attention)
 
-    def _host_rows(
-        self, batch: ScheduledBatch, tables: list[list[int]], page_size: int
-    ) -> tuple[np.ndarray, list[int]]:
-        """int64 [4, T] in the order of `_tokens`, and the end of each request's query tokens in T."""
-        rows = np.empty((4, batch.num_query_tokens), dtype=np.int64)
+    def _host_rows(self, batch: ScheduledBatch, cache: PagedCache) -> tuple[np.ndarray, list[int]]:
+        """int64 [2 + 2 * groups, T] in the order of `_tokens`, and the end of each request's query tokens in T."""
+        rows = np.empty((len(self._tokens), batch.num_query_tokens), dtype=np.int64)
         ends, start = [], 0
-        for entry, table in zip(batch.scheduled, tables, strict=True):
-            first, last = entry.request.num_computed_tokens, entry.kv_length
+        for entry in batch.scheduled:
             end = start + entry.query_length
-            rows[0, start:end] = entry.request.token_ids[first:last]
-            rows[1, start:end] = np.arange(first, last)
-            first_page, last_page = first // page_size, (last - 1) // page_size
-            pages = np.array(table[first_page : last_page + 1], dtype=np.int64)
-            rows[2, start:end] = pages[rows[1, start:end] // page_size - first_page]
+            rows[0, start:end] = entry.request.token_ids[entry.start : entry.kv_length]
+            rows[1, start:end] = np.arange(entry.start, entry.kv_length)
+            for number, allocator in enumerate(cache.allocators):
+                rows[2 + 2 * number, start:end] = _write_pages(entry, allocator, rows[1, start:end])
             ends.append(end)
             start = end
-        rows[3] = rows[1] % page_size
+        rows[3::2] = rows[1] % cache.page_size
         return rows, ends
 
-    def _block_tables(self, tables: list[list[int]]) -> torch.Tensor:
-        """int64 [R, widest table], padded with the read reserve."""
-        padded = np.full((len(tables), max(map(len, tables))), READ_RESERVE_CHUNK, dtype=np.int64)
+    def _attention(
+        self,
+        batch: ScheduledBatch,
+        allocator: CacheAllocator,
+        write_pages: torch.Tensor,
+        write_offsets: torch.Tensor,
+    ) -> AttentionBatch:
+        firsts, tables = zip(*(_read_pages(entry, allocator) for entry in batch.scheduled), strict=True)
+        reserve = READ_RESERVE_CHUNK * allocator.group.pages_per_chunk
+        padded = np.full((len(tables), max(1, *map(len, tables))), reserve, dtype=np.int64)
         for row, table in enumerate(tables):
             padded[row, : len(table)] = table
-        return torch.from_numpy(padded).to(self._device)
+        return AttentionBatch(
+            query_lengths=[entry.query_length for entry in batch.scheduled],
+            kv_lengths=[entry.kv_length for entry in batch.scheduled],
+            first_tokens=list(firsts),
+            page_tables=torch.from_numpy(padded).to(self._device),
+            write_pages=write_pages,
+            write_offsets=write_offsets,
+            window=allocator.group.window,
+        )
+
+
+def _write_pages(entry: ScheduledRequest, allocator: CacheAllocator, positions: np.ndarray) -> np.ndarray:
+    """The page for each query token of a request; the write reserve where a later one of the pass takes its place."""
+    group, table = allocator.group, allocator.block_table(entry.request.request_id)
+    first_page, last_page = entry.start // group.page_size, (entry.kv_length - 1) // group.page_size
+    if group.max_blocks is None:
+        return np.array(table[first_page : last_page + 1], dtype=np.int64)[positions // group.page_size - first_page]
+    pages = np.array(table, dtype=np.int64)[positions // group.page_size % group.max_blocks]
+    pages[: max(0, entry.query_length - group.max_blocks * group.page_size)] = (
+        WRITE_RESERVE_CHUNK * group.pages_per_chunk
+    )
+    return pages
+
+
+def _read_pages(entry: ScheduledRequest, allocator: CacheAllocator) -> tuple[int, list[int]]:
+    """The first token of a request's row in AttentionBatch.page_tables, and the row."""
+    group, table = allocator.group, allocator.block_table(entry.request.request_id)
+    if group.max_blocks is None:
+        return 0, table
+    first_page = group.first_visible(entry.start) // group.page_size
+    last = entry.start if entry.query_length == 1 else entry.start - 1
+    pages = range(first_page, last // group.page_size + 1)
+    return first_page * group.page_size, [table[page % group.max_blocks] for page in pages]

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from cbgen.cache.paged_cache import PagedCache
+from cbgen.cache.swap_pool import SwapPool
 from cbgen.engine.input_outputs import InputBuffers
 from cbgen.engine.metrics import EngineMetrics
 from cbgen.engine.model_runner import ModelRunner
-from cbgen.engine.offloading import choose_victims
-from cbgen.engine.requests import FinishReason, RequestState, RequestStatus
+from cbgen.engine.offloading import Offloader, choose_victims
+from cbgen.engine.requests import FinishReason, RequestState
 from cbgen.engine.sampler import sample
-from cbgen.engine.scheduler import FIFOScheduler, ScheduledBatch
+from cbgen.engine.scheduler import ScheduledBatch, Scheduler
 
 
 class RequestSource(Protocol):
@@ -52,9 +53,10 @@ class Manager:
     def __init__(
         self,
         cache: PagedCache,
-        scheduler: FIFOScheduler,
+        scheduler: Scheduler,
         buffers: InputBuffers,
         runner: ModelRunner,
+        swap_pool: SwapPool | None,
         eos_token_ids: frozenset[int],
         max_model_len: int,
         max_waiting: int,
@@ -62,6 +64,7 @@ class Manager:
         self.metrics = EngineMetrics()
         self.cache = cache
         self.scheduler = scheduler
+        self.offloader = Offloader(cache, swap_pool, self.metrics)
         self._buffers = buffers
         self._runner = runner
         self._eos_token_ids = eos_token_ids
@@ -80,9 +83,10 @@ class Manager:
         batch = self._plan()
         start_s = time.perf_counter()
         logits = self._runner.forward(self._buffers.lay_out(batch, self.cache))
-        token_ids = sample(logits, [entry.request for entry in batch.scheduled if entry.samples])
+        sampling, rows = self._samples(batch)
+        token_ids = sample(logits if len(rows) == len(logits) else logits[rows], sampling)
         self._count(batch, start_s)
-        finished = self._apply(batch, token_ids)
+        finished = self._apply(batch, sampling, token_ids)
         self._relieve(batch)
         return finished
 
@@ -90,20 +94,40 @@ class Manager:
         """Fills the queue; returns the requests that were refused, finished as errors."""
         room = self._max_waiting - self.scheduler.num_waiting
         taken = source.take(room, wait=not self.scheduler.has_work) if room > 0 else []
-        refused = []
+        refused: list[RequestState] = []
         for request in taken:
-            request.arrive()
-            reason = self._refusal(request)
+            members = [request, *request.forks]
+            for member in members:
+                member.arrive()
+            most_tokens = max(member.params.max_tokens for member in members)
+            reason = self._refusal(request.num_prompt_tokens, most_tokens)
             if reason is None:
                 self.scheduler.add(request)
             else:
-                request.finish(FinishReason.ERROR, time.perf_counter(), reason)
-                refused.append(request)
+                refused += self._fail(request, reason)
         return refused
 
-    def _refusal(self, request: RequestState) -> str | None:
+    def cancel(self, request: RequestState) -> None:
+        """Ends a request that is waiting or active; it holds nothing afterwards. Its forks go on without it."""
+        heirs, request.forks = request.forks, []
+        self.scheduler.remove(request)
+        self.cache.release(request.request_id)
+        self.offloader.discard(request)
+        request.finish(FinishReason.ERROR, time.perf_counter(), "cancelled")
+        if heirs:
+            heirs[0].forks = heirs[1:]
+            self.scheduler.add_first(heirs[:1])
+
+    def check_integrity(self) -> None:
+        """Asserts the laws of the cache and of the queues; tests call it after every step."""
+        self.cache.check_integrity()
+        self.offloader.check_integrity(self.scheduler.waiting)
+        holders = {request.request_id for request in self.scheduler.active}
+        assert self.cache.holders == holders, "a request that is not active holds blocks, or the other way round"
+
+    def _refusal(self, prompt: int, max_tokens: int) -> str | None:
         """Why a request could never be served, or None: it must fit the model's context and an empty cache."""
-        prompt, most = request.num_prompt_tokens, request.num_prompt_tokens + request.params.max_tokens
+        most = prompt + max_tokens
         if prompt >= self._max_model_len:
             return (
                 f"the prompt has {prompt} tokens and leaves no room for output in the context of {self._max_model_len}"
@@ -111,40 +135,88 @@ class Manager:
         if most > self._max_model_len:
             return f"prompt ({prompt} tokens) and max_tokens together exceed the context of {self._max_model_len}"
         if not self.cache.fits_empty(most - 1):  # the KV of the last token is never needed
-            capacity = self.cache.num_blocks * self.cache.page_size
+            capacity = self.cache.max_request_tokens(self._max_model_len)
             return (
-                f"the prompt ({prompt} tokens) and max_tokens ({request.params.max_tokens}) need more than the whole "
-                f"cache, which holds {capacity} tokens"
+                f"the prompt ({prompt} tokens) and max_tokens ({max_tokens}) need more than the whole cache, which "
+                f"holds {capacity} tokens"
             )
         return None
 
+    def _fail(self, request: RequestState, reason: str) -> list[RequestState]:
+        """Finishes a request and the forks that wait for it as errors, and returns them."""
+        members = [request, *request.forks]
+        request.forks = []
+        for member in members:
+            member.finish(FinishReason.ERROR, time.perf_counter(), reason)
+        return members
+
     def _plan(self) -> ScheduledBatch:
-        """Schedules, and offloads and schedules again until a batch fits."""
+        """Schedules, and offloads and schedules again until a batch fits; brings in whom it admitted."""
         batch = self.scheduler.schedule()
         while not batch:
-            if not self._offload(choose_victims(batch, self.scheduler.active, self.cache)):
-                raise AssertionError("no request can be scheduled and none can leave: the scheduler is at fault")
+            active = self.scheduler.active
+            assert active, "no request can be scheduled and none can leave: the scheduler is at fault"
+            # The last one leaves only to come back: its blocks may lie in more chunks than they need.
+            self._offload(choose_victims(batch, active, self.cache) or active)
             batch = self.scheduler.schedule()
+        admitted = batch.admitted
+        self.offloader.restore(admitted)
         now_s = time.perf_counter()
-        for entry in batch.scheduled:
-            if entry.request.status is RequestStatus.PENDING:
-                entry.request.schedule_first(now_s)
+        for entry in admitted:
+            self.metrics.count_taken_over(entry.request, entry.num_matched)
+            entry.request.admit(entry.start, now_s)
         return batch
 
-    def _apply(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[RequestState]:
+    def _samples(self, batch: ScheduledBatch) -> tuple[list[RequestState], list[int]]:
+        """Who gets a token from the pass, and from which row of its logits: forks from the row of their parent."""
+        requests: list[RequestState] = []
+        rows: list[int] = []
+        copies: list[tuple[int, int]] = []
+        for row, entry in enumerate(entry for entry in batch.scheduled if entry.samples):
+            members = [entry.request, *self._fork(entry.request, copies)]
+            requests += members
+            rows += [row] * len(members)
+        self._runner.copy_pages(copies)
+        return requests, rows
+
+    def _fork(self, parent: RequestState, copies: list[tuple[int, int]]) -> list[RequestState]:
+        """Starts the further samples of a prompt that was just computed, as far as there is room; the rest queue.
+
+        copies: the pages to copy are added here.
+        """
+        forks, parent.forks = parent.forks, []
+        started = 0
+        while started < len(forks) and self._may_fork():
+            fork = forks[started]
+            pairs = self.cache.fork(parent.request_id, fork.request_id, fork.num_prompt_tokens)
+            if pairs is None:
+                break
+            copies += pairs
+            self.metrics.count_taken_over(fork, fork.num_prompt_tokens)
+            fork.start_as_fork(parent)
+            self.scheduler.activate(fork)
+            started += 1
+        self.scheduler.add_first(forks[started:])
+        return forks[:started]
+
+    def _may_fork(self) -> bool:
+        return self.scheduler.above_margin and self.scheduler.has_room_for_active
+
+    def _apply(
+        self, batch: ScheduledBatch, sampling: list[RequestState], token_ids: list[int | None]
+    ) -> list[RequestState]:
         """Advances every request of the batch, appends sampled tokens (None: not finite) and finishes who is done."""
         now_s = time.perf_counter()
-        finished = []
-        sampled = iter(token_ids)
         for entry in batch.scheduled:
-            samples = entry.samples
             self.metrics.count_computed(entry.request, entry.query_length)
             entry.request.advance(entry.query_length)
-            if samples and self._apply_token(entry.request, next(sampled), now_s):
-                self.scheduler.remove(entry.request)
-                self.cache.release(entry.request.request_id)
-                self.metrics.count_finished(entry.request)
-                finished.append(entry.request)
+        finished = []
+        for request, token_id in zip(sampling, token_ids, strict=True):
+            if self._apply_token(request, token_id, now_s):
+                self.scheduler.remove(request)
+                self.cache.release(request.request_id)
+                self.metrics.count_finished(request)
+                finished.append(request)
         return finished
 
     def _apply_token(self, request: RequestState, token_id: int | None, now_s: float) -> bool:
@@ -165,16 +237,10 @@ class Manager:
         if batch.stalled:
             self._offload(choose_victims(batch, self.scheduler.active, self.cache))
 
-    def _offload(self, victims: list[RequestState]) -> bool:
-        """Soft-resets the victims: their generated tokens join the prompt and they queue again. False without any."""
-        for request in victims:
-            self.cache.release(request.request_id)
-            request.soft_reset()
+    def _offload(self, victims: list[RequestState]) -> None:
+        self.offloader.offload(victims)
         if victims:
             self.scheduler.put_back(victims)
-            self.metrics.offloads += len(victims)
-            self.metrics.soft_resets += len(victims)
-        return bool(victims)
 
     def _count(self, batch: ScheduledBatch, start_s: float) -> None:
         self.metrics.count_step(start_s, time.perf_counter(), len(batch.scheduled), self.cache.used_share)

@@ -12,7 +12,8 @@ class EngineMetrics:
 
     requests_ok, prompt_tokens: of requests that finished without an error. computed_prompt_tokens: prompt tokens
     whose KV was computed for the first time. recomputed_tokens: tokens, of prompts or generated, whose KV was computed
-    again after a soft reset. prefix_hit_tokens: prompt tokens taken from the cache.
+    again after a soft reset. prefix_hit_tokens: prompt tokens whose KV was taken from the cache instead, also by the
+    further samples of a prompt. offloads are soft_resets and swaps together.
     """
 
     num_steps: int = 0
@@ -25,6 +26,7 @@ class EngineMetrics:
     recomputed_tokens: int = 0
     offloads: int = 0
     soft_resets: int = 0
+    swaps: int = 0
     peak_used_share: float = 0.0
     first_forward_s: float | None = None
     last_forward_s: float | None = None
@@ -53,6 +55,10 @@ class EngineMetrics:
         last = request.num_computed_tokens + query_length
         self.recomputed_tokens += min(last, first) - request.num_computed_tokens
         self.computed_prompt_tokens += max(0, min(last, request.num_prompt_tokens) - first)
+
+    def count_taken_over(self, request: RequestState, num_tokens: int) -> None:
+        """To be called before the request is admitted with the KV of its first `num_tokens` tokens at hand."""
+        self.prefix_hit_tokens += max(0, min(num_tokens, request.num_prompt_tokens) - request.max_computed_tokens)
 
     def count_finished(self, request: RequestState) -> None:
         if request.error is None:

@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-from cbgen.cache.paged_cache import KVStorage
+from cbgen.cache.layout import CacheLayout
+from cbgen.cache.storage import KVStorage
 from cbgen.engine.input_outputs import BatchInputs
-from cbgen.kernels.backend import AttentionBackend
+from cbgen.kernels.backend import AttentionBackend, AttentionOptions
 
 
 class LayerAttention(Protocol):
@@ -62,15 +63,16 @@ def attention_forward(
 class ModelRunner:
     """A model, the storage of its KV and the kernel that attends over it."""
 
-    def __init__(self, model: torch.nn.Module, storage: KVStorage, backend: AttentionBackend):
+    def __init__(self, model: torch.nn.Module, layout: CacheLayout, storage: KVStorage, backend: AttentionBackend):
         self._model = model
         self._storage = storage
         self._backend = backend
+        self._group_of = {layer: number for number, group in enumerate(layout.groups) for layer in group.layers}
 
     @torch.inference_mode()
     def forward(self, inputs: BatchInputs) -> torch.Tensor:
         """Writes the batch's KV and returns the logits [S, vocab] of the tokens that sample."""
-        plan = self._backend.prepare(inputs.attention)
+        plans = [self._backend.prepare(attention) for attention in inputs.attention]
 
         def attend(
             layer: int,
@@ -80,9 +82,10 @@ class ModelRunner:
             scaling: float | None,
             options: dict[str, Any],
         ) -> torch.Tensor:
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-            return self._backend.attend(query, key, value, self._storage.layers[layer], plan, scale)[None]
+            asked = attention_options(query.shape[-1], scaling, options)
+            plan = plans[self._group_of[layer]]
+            return self._backend.attend(query, key, value, self._storage.layers[layer], plan, asked)[None]
 
         with serving_attention(attend):
             output = self._model(
@@ -92,3 +95,14 @@ class ModelRunner:
                 logits_to_keep=inputs.logits_indices,
             )
         return output.logits[0]
+
+    @torch.inference_mode()
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """See KVStorage.copy_pages."""
+        self._storage.copy_pages(pairs)
+
+
+def attention_options(head_dim: int, scaling: float | None, options: dict[str, Any]) -> AttentionOptions:
+    """What a layer asks for, from the keywords that it gives its attention function."""
+    scale = head_dim**-0.5 if scaling is None else scaling
+    return AttentionOptions(scale, softcap=options.get("softcap"), sinks=options.get("s_aux"))

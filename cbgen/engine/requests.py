@@ -2,7 +2,8 @@
 
 PENDING ──► PREFILLING ──► DECODING ──► FINISHED
    ▲            │              │           ▲
-   └────────────┴── soft reset ┘           │  stop, length or error, from any state
+   └────────────┴── offloaded ─┘           │  stop, length or error, from any state
+                    (soft reset, or swapped out)
 """
 
 import enum
@@ -56,7 +57,8 @@ class RequestState:
     """One prompt on its way through the engine.
 
     token_ids are the prompt and what was generated since. The first num_computed_tokens of them have their KV in the
-    cache; max_computed_tokens is the most that ever had, so that what is computed again can be told.
+    cache, or in the swap pool while the request is pending; max_computed_tokens is the most that ever had, so that what
+    is computed again can be told. `forks` are further samples of the same prompt, which start where it ends.
     `tag` is the caller's and comes back untouched.
     """
 
@@ -68,6 +70,8 @@ class RequestState:
     num_computed_tokens: int = 0
     max_computed_tokens: int = 0
     num_soft_resets: int = 0
+    num_swaps: int = 0
+    forks: list["RequestState"] = field(default_factory=list)
     status: RequestStatus = RequestStatus.PENDING
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -92,6 +96,15 @@ class RequestState:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def is_swapped(self) -> bool:
+        """Whether its KV waits in the swap pool."""
+        return self.status is RequestStatus.PENDING and self.num_computed_tokens > 0
+
+    @property
+    def was_offloaded(self) -> bool:
+        return self.num_soft_resets + self.num_swaps > 0
+
+    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
@@ -99,11 +112,22 @@ class RequestState:
         """Starts the clock: called when the request enters the engine's queue."""
         self.timing = RequestTiming(arrival_wall_s=time.time(), arrival_s=time.perf_counter())
 
-    def schedule_first(self, now_s: float) -> None:
+    def admit(self, num_computed_tokens: int, now_s: float) -> None:
+        """Leaves the queue, with so many of its tokens in the cache already."""
         assert self.status is RequestStatus.PENDING, self.status
+        assert self.num_computed_tokens <= num_computed_tokens < len(self.token_ids)
         self.status = RequestStatus.PREFILLING
+        self.num_computed_tokens = num_computed_tokens
+        self.max_computed_tokens = max(self.max_computed_tokens, num_computed_tokens)
         if self.timing.first_scheduled_s is None:
             self.timing.first_scheduled_s = now_s
+
+    def start_as_fork(self, parent: "RequestState") -> None:
+        """Leaves the queue with the parent's whole prompt in the cache: the next token is to be sampled."""
+        assert self.status is RequestStatus.PENDING, self.status
+        self.status = RequestStatus.PREFILLING
+        self.num_computed_tokens = self.max_computed_tokens = len(self.token_ids)
+        self.timing.first_scheduled_s = parent.timing.first_scheduled_s
 
     def advance(self, query_length: int) -> None:
         """The KV of the next `query_length` tokens is in the cache."""
@@ -126,6 +150,13 @@ class RequestState:
         self.status = RequestStatus.PENDING
         self.num_computed_tokens = 0
         self.num_soft_resets += 1
+
+    def swap_out(self) -> None:
+        """Back to the queue, with its KV in the swap pool."""
+        assert self.status in (RequestStatus.PREFILLING, RequestStatus.DECODING), self.status
+        assert self.num_computed_tokens > 0
+        self.status = RequestStatus.PENDING
+        self.num_swaps += 1
 
     def finish(self, reason: FinishReason, now_s: float, error: str | None = None) -> None:
         assert not self.is_finished

@@ -1,11 +1,13 @@
 """Who computes what in the next forward pass: budgets counted down over candidates in order."""
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from cbgen.cache.paged_cache import PagedCache
+from cbgen.cache.paged_cache import NO_MATCH, Demand, PagedCache
+from cbgen.cache.prefix_cache import PrefixMatch
 from cbgen.config import ResolvedConfig
 from cbgen.engine.requests import RequestState, RequestStatus
 
@@ -17,20 +19,22 @@ MAX_SKIPPED_PER_STEP = 8
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """A request and the number of its tokens that the next forward pass computes."""
+    """A request and the tokens that the next forward pass computes: query_length of them, from `start` on.
+
+    num_matched: of those before `start`, how many it takes over from the cache as it is admitted.
+    samples: whether the pass reaches the request's last token, and so gives its next one.
+    """
 
     request: RequestState
+    start: int
     query_length: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the pass reaches the request's last token, and so gives its next one."""
-        return self.query_length == self.request.num_remaining_tokens
+    num_matched: int
+    samples: bool
 
     @property
     def kv_length(self) -> int:
         """Tokens of KV the pass attends to at most, its own included."""
-        return self.request.num_computed_tokens + self.query_length
+        return self.start + self.query_length
 
 
 @dataclass
@@ -38,11 +42,16 @@ class ScheduledBatch:
     """One forward pass. `stalled` are the active requests that found no room, with the blocks each needs."""
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
-    stalled: list[tuple[RequestState, int]] = field(default_factory=list)
+    stalled: list[tuple[RequestState, Demand]] = field(default_factory=list)
 
     @property
     def num_query_tokens(self) -> int:
         return sum(entry.query_length for entry in self.scheduled)
+
+    @property
+    def admitted(self) -> list[ScheduledRequest]:
+        """Those that were waiting until now."""
+        return [entry for entry in self.scheduled if entry.request.status is RequestStatus.PENDING]
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)
@@ -50,46 +59,52 @@ class ScheduledBatch:
 
 @dataclass
 class _Budget:
-    """What is left to spend in one forward pass; counted down here and nowhere else."""
+    """What is left to spend in one forward pass; counted down here and nowhere else.
+
+    cache_pages: distinct physical pages that the pass may still read. None where the budget is the whole cache: a pass
+    reads only pages that a request owns, of which there are no more than that.
+    """
 
     query_tokens: int
-    cache_blocks: int
     requests: int
+    cache_pages: int | None
+    read: set[int] = field(default_factory=set)
 
-    def query_length_for(self, request: RequestState) -> int:
-        """As many of the request's next tokens as the budgets of tokens and requests allow; 0 when one is spent."""
-        if not self.requests:
-            return 0
-        return min(request.num_remaining_tokens, self.query_tokens)
-
-    def spend(self, query_length: int, num_blocks: int) -> None:
+    def spend(self, query_length: int, new_pages: set[int]) -> None:
         self.query_tokens -= query_length
-        self.cache_blocks -= num_blocks
         self.requests -= 1
-        assert min(self.query_tokens, self.cache_blocks, self.requests) >= 0, self
+        if self.cache_pages is not None:
+            self.cache_pages -= len(new_pages)
+            self.read |= new_pages
+        assert min(self.query_tokens, self.requests, self.cache_pages or 0) >= 0, self
 
     @property
     def is_spent(self) -> bool:
         return not (self.query_tokens and self.requests)
 
 
-class FIFOScheduler:
-    """Decodes first, then prompts begun, then waiting requests, each in order of arrival.
+class Scheduler(ABC):
+    """Queues and budgets; what differs between schedulers is the order of active requests and the default margin.
 
         waiting   [ offloaded, oldest first | new, by arrival ]    ──admission──►    active   [ by arrival ]
 
     Only the scheduler changes `waiting` and `active`; it never changes a request.
     """
 
-    def __init__(self, cache: PagedCache, config: ResolvedConfig, cache_budget_blocks: int | None = None):
-        """cache_budget_blocks: blocks that one forward pass may read; the whole cache unless given."""
+    def __init__(self, cache: PagedCache, config: ResolvedConfig, cache_budget_pages: int | None = None):
+        """cache_budget_pages: distinct pages that one forward pass may read; the whole cache unless given."""
         self._cache = cache
         self._config = config
-        self._cache_budget_blocks = cache.num_blocks if cache_budget_blocks is None else cache_budget_blocks
+        self._cache_budget_pages = cache_budget_pages
         self._waiting: deque[RequestState] = deque()
         self._active: dict[int, RequestState] = {}
         self._overtaken: dict[int, int] = {}
         self._admission_held = False
+
+    @staticmethod
+    @abstractmethod
+    def candidate_order(decoding: list[RequestState], prefilling: list[RequestState]) -> list[RequestState]:
+        """The order in which active requests are served; each list is by arrival."""
 
     @property
     def num_waiting(self) -> int:
@@ -100,6 +115,10 @@ class FIFOScheduler:
         return len(self._active)
 
     @property
+    def waiting(self) -> list[RequestState]:
+        return list(self._waiting)
+
+    @property
     def active(self) -> list[RequestState]:
         """The requests that hold cache, by arrival."""
         return list(self._active.values())
@@ -108,13 +127,33 @@ class FIFOScheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._active)
 
+    @property
+    def above_margin(self) -> bool:
+        """Whether enough of the cache is free for more than decodes."""
+        return self._cache.free_share >= self._config.safety_margin
+
+    @property
+    def has_room_for_active(self) -> bool:
+        """Whether one more active request would find a place in a forward pass."""
+        return len(self._active) < self._config.max_requests_per_batch
+
     def add(self, request: RequestState) -> None:
         """A new request joins the end of the queue."""
         self._waiting.append(request)
 
+    def add_first(self, requests: list[RequestState]) -> None:
+        """New requests that have waited elsewhere join the head of the queue, in order."""
+        self._waiting.extendleft(reversed(requests))
+
+    def activate(self, request: RequestState) -> None:
+        """A request got its cache without waiting, as a fork of an active one."""
+        self._active[request.request_id] = request
+        self._keep_order()
+
     def remove(self, request: RequestState) -> None:
-        """A request has finished; what it held is free for others."""
-        self._active.pop(request.request_id, None)
+        """A request has finished, active or waiting; what it held is free for others."""
+        if self._active.pop(request.request_id, None) is None:
+            self._waiting.remove(request)
         self._overtaken.pop(request.request_id, None)
         self._admission_held = False
 
@@ -122,95 +161,150 @@ class FIFOScheduler:
         """Offloaded requests return to the head of the queue, oldest first.
 
         Admission then waits until something finishes: blocks come free in no other way, and a request let in before
-        would only be offloaded again.
+        would only be offloaded again. When nothing is left active, one is let in, and runs alone until then.
         """
         for request in sorted(requests, key=lambda request: request.request_id, reverse=True):
             del self._active[request.request_id]
             self._waiting.appendleft(request)
-        self._admission_held = bool(self._active)
+        self._admission_held = True
 
     def schedule(self) -> ScheduledBatch:
-        """Plans one forward pass and allocates what it needs; see the module docstring."""
+        """Plans one forward pass and allocates what it needs."""
         batch = ScheduledBatch()
-        budget = _Budget(self._config.max_batch_tokens, self._cache_budget_blocks, self._config.max_requests_per_batch)
+        budget = _Budget(self._config.max_batch_tokens, self._config.max_requests_per_batch, self._cache_budget_pages)
         decoding = [r for r in self._active.values() if r.status is RequestStatus.DECODING]
         prefilling = [r for r in self._active.values() if r.status is RequestStatus.PREFILLING]
         for request in self.candidate_order(decoding, prefilling):
             if budget.is_spent:
                 return batch
             exempt = request.status is RequestStatus.DECODING or not (decoding or batch)
-            if exempt or self._above_margin():
+            if exempt or self.above_margin:
                 self._schedule_active(request, budget, batch)
         if not batch.stalled:
-            self._admit(budget, batch, may_exceed_margin=not decoding)
+            self._admit_waiting(budget, batch, may_exceed_margin=not decoding)
         return batch
 
-    def candidate_order(self, decoding: list[RequestState], prefilling: list[RequestState]) -> list[RequestState]:
-        """The order in which active requests are served."""
-        return decoding + prefilling
-
-    def _above_margin(self) -> bool:
-        return self._cache.free_share >= self._config.safety_margin
-
     def _schedule_active(self, request: RequestState, budget: _Budget, batch: ScheduledBatch) -> None:
-        if self._try_schedule(request, budget, batch):
+        start = request.num_computed_tokens
+        kv_length = start + min(request.num_remaining_tokens, budget.query_tokens)
+        if not self._within_cache_budget(request, NO_MATCH, kv_length, budget):
             return
-        num_tokens = request.num_computed_tokens + budget.query_length_for(request)
-        missing = self._cache.num_missing_blocks(request.request_id, num_tokens)
-        if missing > self._cache.num_free_blocks:
-            batch.stalled.append((request, missing))
+        if self._cache.allocate(request.request_id, kv_length):
+            self._enter(request, start, kv_length, NO_MATCH, budget, batch)
+        else:
+            batch.stalled.append((request, self._cache.missing_blocks(request.request_id, kv_length)))
 
-    def _try_schedule(self, request: RequestState, budget: _Budget, batch: ScheduledBatch) -> bool:
-        """Puts the request's next tokens in the batch if budget and cache allow it; all or nothing."""
-        query_length = budget.query_length_for(request)
-        kv_length = request.num_computed_tokens + query_length
-        num_blocks = self._cache.num_blocks_for(kv_length)
-        if not query_length or num_blocks > budget.cache_blocks:
+    def _admit(self, request: RequestState, match: PrefixMatch, budget: _Budget, batch: ScheduledBatch) -> bool:
+        """Puts a waiting request's next tokens in the batch if budget and cache allow it; all or nothing."""
+        start = max(request.num_computed_tokens, len(match.blocks) * self._cache.page_size)
+        kv_length = start + min(len(request.token_ids) - start, budget.query_tokens)
+        if not self._within_cache_budget(request, match, kv_length, budget):
             return False
-        if not self._cache.allocate(request.request_id, kv_length):
+        if not self._cache.admit(request.request_id, request.token_ids, kv_length, match):
             return False
-        budget.spend(query_length, num_blocks)
-        batch.scheduled.append(ScheduledRequest(request, query_length))
+        self._enter(request, start, kv_length, match, budget, batch)
         return True
 
-    def _admit(self, budget: _Budget, batch: ScheduledBatch, may_exceed_margin: bool) -> None:
+    def _enter(
+        self,
+        request: RequestState,
+        start: int,
+        kv_length: int,
+        match: PrefixMatch,
+        budget: _Budget,
+        batch: ScheduledBatch,
+    ) -> None:
+        self._cache.register(request.request_id, request.token_ids, kv_length)
+        budget.spend(kv_length - start, self._new_pages(request, kv_length, budget))
+        num_matched = len(match.blocks) * self._cache.page_size
+        samples = kv_length == len(request.token_ids)
+        batch.scheduled.append(ScheduledRequest(request, start, kv_length - start, num_matched, samples))
+
+    def _within_cache_budget(self, request: RequestState, match: PrefixMatch, kv_length: int, budget: _Budget) -> bool:
+        """Whether the pages that the request would read, beside those read already, are within the budget."""
+        if budget.cache_pages is None:
+            return True
+        missing = self._cache.missing_blocks(request.request_id, kv_length)
+        owned = self._new_pages(request, kv_length, budget) if request.status is not RequestStatus.PENDING else set()
+        num_pages = len(owned) + self._cache.num_pages(missing)
+        if match.blocks:
+            size = self._cache.allocators[0].group.pages_per_block
+            num_pages -= sum(size for block in match.blocks if block in budget.read)
+        return num_pages <= budget.cache_pages
+
+    def _new_pages(self, request: RequestState, kv_length: int, budget: _Budget) -> set[int]:
+        if budget.cache_pages is None:
+            return set()
+        return set(self._cache.pages_of(request.request_id, kv_length)) - budget.read
+
+    def _admit_waiting(self, budget: _Budget, batch: ScheduledBatch, may_exceed_margin: bool) -> None:
         """Lets waiting requests in, in order; one that does not fit is skipped, a bounded number of times."""
-        if self._admission_held:
+        if self._admission_held and self._active:
             return
         admitted: list[RequestState] = []
-        skipped: list[RequestState] = []
+        passed_over: list[RequestState] = []
+        num_skipped = 0
         for request in self._candidates_for_admission():
-            if budget.is_spent or len(skipped) == MAX_SKIPPED_PER_STEP:
+            if budget.is_spent or num_skipped == MAX_SKIPPED_PER_STEP:
                 break
             exempt = may_exceed_margin and not batch
-            if not (exempt or self._above_margin()):
+            if not (exempt or self.above_margin):
                 break
-            if self._try_schedule(request, budget, batch):
+            match = self._cache.match(request.request_id, request.token_ids)
+            if match.must_wait:  # for the prefill of a shared prefix, which is on its way
+                passed_over.append(request)
+            elif self._admit(request, match, budget, batch):
                 admitted.append(request)
-                self._count_overtaken(skipped)
-            elif request.num_soft_resets or self._overtaken.get(request.request_id, 0) >= MAX_OVERTAKEN:
+                self._count_overtaken(passed_over)
+            elif request.was_offloaded or self._overtaken.get(request.request_id, 0) >= MAX_OVERTAKEN:
                 break
             else:
-                skipped.append(request)
-        self._move_to_active(admitted, len(admitted) + len(skipped), skipped)
+                passed_over.append(request)
+                num_skipped += 1
+            if self._admission_held:
+                break
+        self._move_to_active(admitted, len(admitted) + len(passed_over), passed_over)
 
     def _candidates_for_admission(self) -> Iterator[RequestState]:
         return islice(self._waiting, self._config.max_requests_per_batch + MAX_SKIPPED_PER_STEP)
 
-    def _count_overtaken(self, skipped: list[RequestState]) -> None:
-        for request in skipped:
+    def _count_overtaken(self, passed_over: list[RequestState]) -> None:
+        for request in passed_over:
             self._overtaken[request.request_id] = self._overtaken.get(request.request_id, 0) + 1
 
-    def _move_to_active(self, admitted: list[RequestState], num_seen: int, skipped: list[RequestState]) -> None:
-        """Of the first num_seen waiting requests, `admitted` leave the queue and `skipped` stay at its head."""
+    def _move_to_active(self, admitted: list[RequestState], num_seen: int, passed_over: list[RequestState]) -> None:
+        """Of the first num_seen waiting requests, `admitted` leave the queue and `passed_over` stay at its head."""
         if not admitted:
             return
         for _ in range(num_seen):
             self._waiting.popleft()
-        self._waiting.extendleft(reversed(skipped))
+        self._waiting.extendleft(reversed(passed_over))
         for request in admitted:
             self._overtaken.pop(request.request_id, None)
             self._active[request.request_id] = request
+        self._keep_order()
+
+    def _keep_order(self) -> None:
+        """Active requests are by arrival: who was overtaken or offloaded is older than some of those before it."""
         order = list(self._active)
-        if order != sorted(order):  # who was overtaken or offloaded is older than some of those that are active
+        if order != sorted(order):
             self._active = dict(sorted(self._active.items()))
+
+
+class FIFOScheduler(Scheduler):
+    """Decodes first, then prompts begun, then waiting requests."""
+
+    @staticmethod
+    def candidate_order(decoding: list[RequestState], prefilling: list[RequestState]) -> list[RequestState]:
+        return decoding + prefilling
+
+
+class PrefillFirstScheduler(Scheduler):
+    """Prompts begun are finished first, then decodes, then waiting requests: less is left half done in the cache."""
+
+    @staticmethod
+    def candidate_order(decoding: list[RequestState], prefilling: list[RequestState]) -> list[RequestState]:
+        return prefilling + decoding
+
+
+SCHEDULERS: dict[str, type[Scheduler]] = {"fifo": FIFOScheduler, "prefill_first": PrefillFirstScheduler}

@@ -8,21 +8,40 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """What one forward pass asks of attention: T query tokens of R requests, packed request after request.
+    """What one forward pass asks of the layers of one type: T query tokens of R requests, packed one after another.
 
         request           0            1          2
         query tokens      [0 1 2 3 4]  [0]        [0 1]        T = 8, query_lengths = [5, 1, 2]
         KV tokens         [ 5 ]        [ 37 ]     [ 66 ]       kv_lengths, the query tokens of this pass included
 
-    block_tables: [R, max blocks of any request], the pages of request r in order, padded with the read reserve.
-    write_blocks, write_offsets: [T], page and place within it where the KV of each query token goes.
+    page_tables: [R, N], a request's pages in token order, padded with the read reserve. Row r begins with the page that
+        holds its token first_tokens[r], a multiple of page_size (0 for full attention). It ends with the page of its
+        last token; for a sliding layer and several query tokens, with the page of the last token before those.
+    write_pages, write_offsets: [T], page and place within it where the KV of each query token goes. Tokens of a sliding
+        layer that no later one will see go to the write reserve.
+    window: how many tokens one sees, itself included; None: all.
     """
 
     query_lengths: list[int]
     kv_lengths: list[int]
-    block_tables: torch.Tensor
-    write_blocks: torch.Tensor
+    first_tokens: list[int]
+    page_tables: torch.Tensor
+    write_pages: torch.Tensor
     write_offsets: torch.Tensor
+    window: int | None
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer asks of its attention beside the batch.
+
+    softcap: scores s become softcap * tanh(s / softcap). sinks: [heads], logits that take part in the softmax and
+    contribute nothing.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 class AttentionBackend(Protocol):
@@ -31,17 +50,28 @@ class AttentionBackend(Protocol):
     name: str
     page_bytes: int
 
+    def workspace_bytes(self, max_batch_tokens: int, max_model_len: int) -> int:
+        """The most that one call of `attend` takes beside its inputs and output; an estimate on the safe side."""
+
     def view_pages(self, raw: torch.Tensor) -> Any:
-        """The pages of one layer as this backend reads them, from their bytes [num_blocks, page_bytes]."""
+        """The pages of one layer as this backend reads them, from their bytes [num_pages, page_bytes]."""
 
     def prepare(self, batch: AttentionBatch) -> Any:
-        """What is the same for every layer of one forward pass, worked out once."""
+        """What is the same for every layer of one type in one forward pass, worked out once."""
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pages: Any, plan: Any, scaling: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: Any,
+        plan: Any,
+        options: AttentionOptions,
     ) -> torch.Tensor:
-        """Stores key and value [T, kv_heads, head_dim] in the pages, then attends causally over them.
+        """Stores key and value [T, kv_heads, head_dim] in the pages and attends causally over them and the pages.
 
+        A full layer stores all of them before any token attends: requests of one pass may share what it writes. A
+        sliding layer reads what several query tokens of a request see of its ring before it stores them.
         query: [T, heads, head_dim]. plan: of `prepare`. Returns [T, heads, head_dim].
         """
 

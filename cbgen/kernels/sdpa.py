@@ -5,48 +5,57 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cbgen.kernels.backend import AttentionBatch, align_bytes
+from cbgen.kernels.backend import AttentionBatch, AttentionOptions, align_bytes
 
-# Decodes are attended together when their lengths round up to the same multiple of so many tokens.
+# Decodes are attended together when the tokens they read round up to the same multiple of so many, and as many at once
+# as gather no more than the second number.
 DECODE_BUCKET_TOKENS = 64
+MAX_GATHERED_TOKENS = 32_768
+# Scores that are in memory at once where they are computed here and not by torch's fused attention.
+MAX_SCORES = 1 << 24
 
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """D requests with one query token each, padded to N pages with pages of the read reserve.
+    """D requests with one query token each, whose rows of pages are padded to N with the read reserve.
 
-    rows: [D], their query tokens in the packed batch. blocks: [D, N]. visible: bool [D, 1, 1, N * page_size].
+    rows: [D], their query tokens in the packed batch. pages: [D, N]. visible: bool [D, 1, 1, N * page_size].
     hidden: [H], the places of invisible tokens among the D * N * page_size gathered.
     """
 
     rows: torch.Tensor
-    blocks: torch.Tensor
+    pages: torch.Tensor
     visible: torch.Tensor
     hidden: torch.Tensor
 
 
 @dataclass(frozen=True)
 class PrefillPiece:
-    """One request with Q query tokens at start..end of the packed batch, the last of its kv_length tokens.
+    """One request with Q query tokens at start..end of the packed batch, and the H tokens before them that they see.
 
-    mask: bool [Q, kv_length], or None where the prompt is whole and the mask is simply causal.
+    Those lie in `pages`, from place `skipped` on. mask: bool [Q, H + Q], or None where it is simply causal and H is 0.
     """
 
     start: int
     end: int
-    kv_length: int
-    blocks: torch.Tensor
+    num_history: int
+    skipped: int
+    pages: torch.Tensor
     mask: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class SdpaPlan:
-    """A forward pass, sorted into what is attended together."""
+    """A forward pass, sorted into what is attended together.
 
-    write_blocks: torch.Tensor
+    reads_first: what pieces of prompts see of the pages is read before anything is stored.
+    """
+
+    write_pages: torch.Tensor
     write_offsets: torch.Tensor
     decodes: list[DecodeGroup]
     prefills: list[PrefillPiece]
+    reads_first: bool
 
 
 class SdpaAttention:
@@ -61,8 +70,14 @@ class SdpaAttention:
         self._half_bytes = page_size * num_kv_heads * head_dim * dtype.itemsize
         self.page_bytes = align_bytes(2 * self._half_bytes)
 
+    def workspace_bytes(self, max_batch_tokens: int, max_model_len: int) -> int:
+        """Gathered decodes, or one request's history twice, and its mask; scores. See AttentionBackend."""
+        token_bytes = -(-self.page_bytes // self._page_size)
+        history = 2 * (max_model_len + max_batch_tokens) * token_bytes + max_batch_tokens * max_model_len
+        return max(MAX_GATHERED_TOKENS * token_bytes, history) + 2 * MAX_SCORES
+
     def view_pages(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """raw: uint8 [num_blocks, page_bytes]. Returns K and V, each [num_blocks, page_size, kv_heads, head_dim]."""
+        """raw: uint8 [num_pages, page_bytes]. Returns K and V, each [num_pages, page_size, kv_heads, head_dim]."""
         halves = (raw[:, : self._half_bytes], raw[:, self._half_bytes : 2 * self._half_bytes])
         keys, values = (half.view(self._dtype).unflatten(1, self._page_shape) for half in halves)
         return keys, values
@@ -74,27 +89,47 @@ class SdpaAttention:
         start = 0
         for request, (query_length, kv_length) in enumerate(zip(batch.query_lengths, batch.kv_lengths, strict=True)):
             if query_length == 1:
-                bucket_tokens = -(-kv_length // DECODE_BUCKET_TOKENS) * DECODE_BUCKET_TOKENS
+                read = kv_length - batch.first_tokens[request]
+                bucket_tokens = -(-read // DECODE_BUCKET_TOKENS) * DECODE_BUCKET_TOKENS
                 buckets.setdefault(self._num_pages(bucket_tokens), []).append((request, start))
             else:
-                blocks = batch.block_tables[request, : self._num_pages(kv_length)]
-                mask = None if query_length == kv_length else _causal_mask(query_length, kv_length, blocks.device)
-                prefills.append(PrefillPiece(start, start + query_length, kv_length, blocks, mask))
+                prefills.append(self._prefill_piece(batch, request, start))
             start += query_length
-        decodes = [self._decode_group(batch, num_pages, members) for num_pages, members in buckets.items()]
-        return SdpaPlan(batch.write_blocks, batch.write_offsets, decodes, prefills)
+        decodes = [
+            self._decode_group(batch, num_pages, members[first : first + size])
+            for num_pages, members in buckets.items()
+            for size in [max(1, MAX_GATHERED_TOKENS // (num_pages * self._page_size))]
+            for first in range(0, len(members), size)
+        ]
+        return SdpaPlan(batch.write_pages, batch.write_offsets, decodes, prefills, batch.window is not None)
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
 
+    def _prefill_piece(self, batch: AttentionBatch, request: int, start: int) -> PrefillPiece:
+        query_length, device = batch.query_lengths[request], batch.page_tables.device
+        position = batch.kv_lengths[request] - query_length
+        earliest = 0 if batch.window is None else max(0, position - batch.window + 1)
+        skipped, num_history = earliest - batch.first_tokens[request], position - earliest
+        pages = batch.page_tables[request, : self._num_pages(skipped + num_history)]
+        plain = num_history == 0 and (batch.window is None or query_length <= batch.window)
+        mask = None if plain else visibility_mask(query_length, num_history, batch.window, device)
+        return PrefillPiece(start, start + query_length, num_history, skipped, pages, mask)
+
     def _decode_group(self, batch: AttentionBatch, num_pages: int, members: list[tuple[int, int]]) -> DecodeGroup:
-        device = batch.block_tables.device
+        device = batch.page_tables.device
         requests, rows = (torch.tensor(column, device=device) for column in zip(*members, strict=True))
-        num_pages = min(num_pages, batch.block_tables.shape[1])
-        lengths = torch.tensor([batch.kv_lengths[request] for request, _ in members], device=device)
-        visible = torch.arange(num_pages * self._page_size, device=device) < lengths[:, None]
+        num_pages = min(num_pages, batch.page_tables.shape[1])
+        firsts, lasts = (
+            torch.tensor([column[request] for request, _ in members], device=device)[:, None]
+            for column in (batch.first_tokens, batch.kv_lengths)
+        )
+        tokens = firsts + torch.arange(num_pages * self._page_size, device=device)
+        visible = tokens < lasts
+        if batch.window is not None:
+            visible &= tokens >= lasts - batch.window
         hidden = torch.nonzero(~visible.flatten())[:, 0]
-        return DecodeGroup(rows, batch.block_tables[requests, :num_pages], visible[:, None, None, :], hidden)
+        return DecodeGroup(rows, batch.page_tables[requests, :num_pages], visible[:, None, None, :], hidden)
 
     def attend(
         self,
@@ -103,74 +138,129 @@ class SdpaAttention:
         value: torch.Tensor,
         pages: tuple[torch.Tensor, torch.Tensor],
         plan: SdpaPlan,
-        scaling: float,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
-        key_pages, value_pages = pages
-        key_pages[plan.write_blocks, plan.write_offsets] = key
-        value_pages[plan.write_blocks, plan.write_offsets] = value
+        read_before = [_history(pages, piece) for piece in plan.prefills] if plan.reads_first else None
+        for half, new in zip(pages, (key, value), strict=True):
+            half[plan.write_pages, plan.write_offsets] = new
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         for group in plan.decodes:
-            output[group.rows] = _attend_decodes(query[group.rows], key_pages, value_pages, group, scaling)
-        for piece in plan.prefills:
-            keys, values = (_gather(half, piece.blocks)[: piece.kv_length] for half in pages)
-            output[piece.start : piece.end] = _attend_prefill(
-                query[piece.start : piece.end], keys, values, piece.mask, scaling
+            output[group.rows] = _attend_decodes(query[group.rows], pages, group, options)
+        for number, piece in enumerate(plan.prefills):
+            history = _history(pages, piece) if read_before is None else read_before[number]
+            own = slice(piece.start, piece.end)
+            keys, values = (
+                torch.cat([old, new[own]]) if len(old) else new[own]
+                for old, new in zip(history, (key, value), strict=True)
             )
+            output[own] = attend_sequence(query[own], keys, values, piece.mask, options)
         return output
 
 
-def _gather(half: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """A copy of some pages of K or V [num_blocks, page_size, ...] in order: [tokens, kv_heads, head_dim].
+def _gather(half: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """A copy of some pages of K or V [num_pages, page_size, ...] in order: [tokens, kv_heads, head_dim].
 
     Pages are selected as flat rows, which torch copies several times faster than through four dimensions.
     """
-    return half.flatten(1).index_select(0, blocks).view(-1, *half.shape[2:])
+    return half.flatten(1).index_select(0, pages).view(-1, *half.shape[2:])
+
+
+def _history(pages: tuple[torch.Tensor, torch.Tensor], piece: PrefillPiece) -> list[torch.Tensor]:
+    """K and V [H, kv_heads, head_dim] of the tokens before a piece that it sees."""
+    tokens = slice(piece.skipped, piece.skipped + piece.num_history)
+    return [_gather(half, piece.pages)[tokens] for half in pages]
 
 
 def _attend_decodes(
-    query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, group: DecodeGroup, scaling: float
+    query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], group: DecodeGroup, options: AttentionOptions
 ) -> torch.Tensor:
     """query: [D, heads, head_dim], one token per request. Returns the same shape.
 
     The query heads that share a KV head take the place of query tokens, so that K and V are not repeated in memory.
-    What lies past a request's length may be NaN, and 0 x NaN is NaN: it is overwritten in the copy before use.
+    What is invisible may be NaN, and 0 x NaN is NaN: it is overwritten in the copy before use.
     """
-    keys, values = (_gather(half, group.blocks.flatten()) for half in (key_pages, value_pages))
+    keys, values = (_gather(half, group.pages.flatten()) for half in pages)
     keys, values = (
-        half.index_fill_(0, group.hidden, 0).unflatten(0, (len(group.rows), -1)) for half in (keys, values)
-    )  # each [D, L, kv_heads, head_dim]
-    heads = scaled_dot_product_attention(
-        query.unflatten(1, (keys.shape[2], -1)),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=group.visible,
-        scale=scaling,
-    )
-    return heads.flatten(1, 2)
+        half.index_fill_(0, group.hidden, 0).unflatten(0, (len(group.rows), -1)).transpose(1, 2)
+        for half in (keys, values)
+    )  # each [D, kv_heads, L, head_dim]
+    grouped = query.unflatten(1, (keys.shape[1], -1))  # [D, kv_heads, group, head_dim]
+    sinks = None if options.sinks is None else options.sinks.view(*grouped.shape[1:3], 1)
+    return _attend(grouped, keys, values, group.visible, options, sinks).flatten(1, 2)
 
 
-def _attend_prefill(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float
+def attend_sequence(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """query [Q, heads, head_dim] are the last Q of the L tokens in keys and values [L, kv_heads, head_dim].
 
-    Returns [Q, heads, head_dim].
+    mask: bool [Q, L], or None for Q = L and causal attention. Returns [Q, heads, head_dim].
     """
     kv_length, num_kv_heads, head_dim = keys.shape
     grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, Q, head_dim]
     shape = (num_kv_heads, grouped.shape[1], kv_length, head_dim)
-    heads = scaled_dot_product_attention(
-        grouped,
-        keys.transpose(0, 1).unsqueeze(1).expand(shape),
-        values.transpose(0, 1).unsqueeze(1).expand(shape),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-    )
-    return heads.permute(2, 0, 1, 3).flatten(1, 2)
+    keys, values = (half.transpose(0, 1).unsqueeze(1).expand(shape) for half in (keys, values))
+    sinks = None if options.sinks is None else options.sinks.view(*grouped.shape[:2], 1, 1)
+    return _attend(grouped, keys, values, mask, options, sinks).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _causal_mask(query_length: int, kv_length: int, device: torch.device) -> torch.Tensor:
-    """bool [query_length, kv_length], true where a query token sees a KV token; the last query sees all."""
-    return torch.ones(query_length, kv_length, dtype=torch.bool, device=device).tril(kv_length - query_length)
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """query [..., Q, head_dim] over keys and values [..., L, head_dim]; mask and sinks broadcast to [..., Q, L] and
+    [..., Q, 1]. Without a mask, causal with Q = L."""
+    if options.softcap is None and sinks is None:
+        causal = mask is None
+        return scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=causal, scale=options.scaling
+        )
+    if mask is None:
+        mask = visibility_mask(query.shape[-2], 0, None, query.device)
+    rows = max(1, MAX_SCORES // (query[..., 0, 0].numel() * keys.shape[-2]))
+    parts = [
+        _attend_with_scores(
+            query[..., first : first + rows, :],
+            keys,
+            values,
+            mask[..., first : first + rows, :] if mask.shape[-2] > 1 else mask,
+            options,
+            sinks[..., first : first + rows, :] if sinks is not None and sinks.shape[-2] > 1 else sinks,
+        )
+        for first in range(0, query.shape[-2], rows)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+
+
+def _attend_with_scores(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `_attend`, with the scores in float32 in between: what torch's fused attention has no option for."""
+    scores = (query @ keys.transpose(-1, -2)).float() * options.scaling
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[-2]]
+    return weights.to(values.dtype) @ values
+
+
+def visibility_mask(query_length: int, num_history: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """bool [Q, H + Q], true where a query token sees a KV token: itself, and those before it within the window."""
+    mask = torch.ones(query_length, num_history + query_length, dtype=torch.bool, device=device).tril(num_history)
+    return mask if window is None else mask.triu(num_history - window + 1)

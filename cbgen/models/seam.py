@@ -9,23 +9,19 @@ in the logits, so that nothing has to be known of it by name.
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from cbgen.config import ModelShape
-from cbgen.engine.model_runner import attention_forward, serving_attention
+from cbgen.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelShape
+from cbgen.engine.model_runner import attention_forward, attention_options, serving_attention
 from cbgen.errors import ModelError, first_line
+from cbgen.kernels.sdpa import attend_sequence, visibility_mask
 
 IMPLEMENTATION = "cbgen"
+# The model's own attention that the trial is compared with: the one that every option of a layer is written for.
+OWN_IMPLEMENTATION = "eager"
 TRIAL_LENGTHS = (7, 5)
 # The largest difference of logits, relative to the largest logit, that is put down to rounding.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-# What a layer may ask of its attention function that no kernel here does yet: keyword -> what it is called.
-UNSERVED_OPTIONS = {
-    "sliding_window": "sliding-window attention",
-    "softcap": "soft-capped attention",
-    "s_aux": "attention sinks",
-}
 # Rotary scalings that look at the longest position in the batch: a row's neighbours would change it.
 UNSERVED_ROPE_TYPES = ("longrope", "dynamic")
 
@@ -35,8 +31,8 @@ class _Trial:
 
     def __init__(self) -> None:
         self.layers: list[int] = []
+        self.windows: list[int | None] = []
         self.kv_shapes: set[tuple[int, int, int]] = set()  # kv_heads, head size of K, head size of V
-        self.options: set[str] = set()
 
     def __call__(
         self,
@@ -47,23 +43,24 @@ class _Trial:
         scaling: float | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
+        window = options.get("sliding_window")
         self.layers.append(layer)
+        self.windows.append(window)
         self.kv_shapes.add((key.shape[1], key.shape[3], value.shape[3]))
-        self.options |= {name for name in UNSERVED_OPTIONS if options.get(name) is not None}
-        outputs = [
-            scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-            for q, k, v in zip(*(tensor.split(TRIAL_LENGTHS, dim=2) for tensor in (query, key, value)), strict=True)
-        ]
-        return torch.cat(outputs, dim=2).transpose(1, 2)
+        asked = attention_options(query.shape[-1], scaling, options)
+        pieces = zip(*(tensor[0].transpose(0, 1).split(TRIAL_LENGTHS) for tensor in (query, key, value)), strict=True)
+        outputs = [attend_sequence(q, k, v, visibility_mask(len(q), 0, window, q.device), asked) for q, k, v in pieces]
+        return torch.cat(outputs)[None]
 
 
 @torch.inference_mode()
 def attach(model: PreTrainedModel, name: str, max_model_len: int) -> ModelShape:
     """Makes the model attend through cbgen and returns its shape. Raises ModelError for one that cannot be served."""
-    _refuse_rope_scaling(model.config.get_text_config(), name)
+    _refuse_by_config(model.config.get_text_config(), name)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, sum(TRIAL_LENGTHS)), generator=generator).to(model.device)
+    model.set_attn_implementation(OWN_IMPLEMENTATION)
     own = torch.cat([model(input_ids=part, use_cache=False).logits[0, -1:] for part in ids.split(TRIAL_LENGTHS, dim=1)])
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
     model.set_attn_implementation(IMPLEMENTATION)
@@ -96,9 +93,6 @@ def _run_trial(model: PreTrainedModel, ids: torch.Tensor, name: str) -> tuple[_T
 
 def _shape_of(trial: _Trial, model: PreTrainedModel, vocab_size: int, max_model_len: int, name: str) -> ModelShape:
     config = model.config.get_text_config()
-    if trial.options:
-        asked = ", ".join(UNSERVED_OPTIONS[option] for option in sorted(trial.options))
-        raise _refused(name, f"it uses {asked}, which cbgen does not serve yet")
     if trial.layers != list(range(config.num_hidden_layers)):
         raise _refused(
             name, f"of its {config.num_hidden_layers} layers, {len(set(trial.layers))} attend through the cache"
@@ -110,8 +104,15 @@ def _shape_of(trial: _Trial, model: PreTrainedModel, vocab_size: int, max_model_
         raise _refused(
             name, f"its K heads have {key_dim} numbers and its V heads {value_dim} (multi-head latent attention)"
         )
+    windows = sorted({window for window in trial.windows if window is not None})
+    if len(windows) > 1:
+        raise _refused(name, f"its layers have windows of different sizes ({', '.join(map(str, windows))})")
+    layer_types = tuple(FULL_ATTENTION if window is None else SLIDING_ATTENTION for window in trial.windows)
+    if layer_types != layer_types_of(config):
+        raise _refused(name, "the windows that its layers ask for are not those of its config")
     return ModelShape(
-        num_layers=config.num_hidden_layers,
+        layer_types=layer_types,
+        sliding_window=windows[0] if windows else None,
         num_heads=config.num_attention_heads,
         num_kv_heads=num_kv_heads,
         head_dim=key_dim,
@@ -122,7 +123,24 @@ def _shape_of(trial: _Trial, model: PreTrainedModel, vocab_size: int, max_model_
     )
 
 
-def _refuse_rope_scaling(config: Any, name: str) -> None:
+def layer_types_of(config: Any) -> tuple[str, ...]:
+    """The type of each layer as the config has it: its layer_types, or all sliding if it has a window, or all full."""
+    listed = getattr(config, "layer_types", None)
+    if listed is not None:
+        return tuple(listed)
+    window = getattr(config, "sliding_window", None)
+    return (FULL_ATTENTION if window is None else SLIDING_ATTENTION,) * config.num_hidden_layers
+
+
+def _refuse_by_config(config: Any, name: str) -> None:
+    """What the config says outright, and what a short trial would not show."""
+    others = sorted(set(layer_types_of(config)) - {FULL_ATTENTION, SLIDING_ATTENTION})
+    if others:
+        raise _refused(
+            name, f"its layers are of type {', '.join(others)}; {FULL_ATTENTION} and {SLIDING_ATTENTION} are"
+        )
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise _refused(name, f"its last {config.num_kv_shared_layers} layers share the KV of earlier ones")
     parameters = getattr(config, "rope_parameters", None) or {}
     groups = [parameters, *(group for group in parameters.values() if isinstance(group, dict))]
     for rope_type in (group.get("rope_type") for group in groups):
