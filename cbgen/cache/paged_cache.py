@@ -182,8 +182,11 @@ class PagedCache:
             allocator.grow(request_id, count)
         return True
 
-    def check_integrity(self) -> None:
-        """Asserts the laws of the cache; tests call it after every step."""
+    def check_integrity(self, waiting_ids: set[int] | None = None) -> None:
+        """Asserts the laws of the cache; tests call it after every step.
+
+        waiting_ids: requests that may be known without owning blocks; not checked unless given.
+        """
         self._pool.check_integrity([chunk for allocator in self.allocators for chunk in allocator.check_integrity()])
-        if self._full is not None and self._full.num_initialized:
-            assert len(self.allocators) == 1, "initialized blocks in a model that cannot share"
+        if self._prefix_cache is not None and waiting_ids is not None:
+            assert self._prefix_cache.known_ids <= self.holders | waiting_ids, "a request that left is remembered"

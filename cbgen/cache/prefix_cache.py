@@ -151,8 +151,18 @@ class PrefixCache:
                 contents.append(BlockContent(parent, tokens))
         return contents[:num_blocks]
 
-    def check_integrity(self, tables: dict[int, list[int]], waiting_ids: set[int] | None = None) -> None:
-        """Asserts laws 1 to 4 for contents and owners. waiting_ids: requests that may be known beside the owners."""
+    @property
+    def initialized_blocks(self) -> list[int]:
+        """In order of release."""
+        return list(self._initialized)
+
+    @property
+    def known_ids(self) -> set[int]:
+        """The requests whose tokens were asked for and that did not leave since."""
+        return set(self._chains)
+
+    def check_integrity(self, tables: dict[int, list[int]]) -> None:
+        """Asserts laws 1 to 4 for contents and owners."""
         counted: dict[int, int] = {}
         for table in tables.values():
             assert len(set(table)) == len(table), "a request owns a block twice"
@@ -169,9 +179,3 @@ class PrefixCache:
             chain = self._chains.get(request_id, Chain())
             for block, content in zip(table, chain.contents[: chain.num_registered], strict=False):
                 assert self._content_of.get(block, content) == content, "a block bears another's content"
-        if waiting_ids is not None:
-            assert self._chains.keys() <= tables.keys() | waiting_ids, "a request that left is remembered"
-
-    @property
-    def initialized_blocks(self) -> list[int]:
-        return list(self._initialized)

@@ -120,7 +120,7 @@ class Manager:
 
     def check_integrity(self) -> None:
         """Asserts the laws of the cache and of the queues; tests call it after every step."""
-        self.cache.check_integrity()
+        self.cache.check_integrity({request.request_id for request in self.scheduler.waiting})
         self.offloader.check_integrity(self.scheduler.waiting)
         holders = {request.request_id for request in self.scheduler.active}
         assert self.cache.holders == holders, "a request that is not active holds blocks, or the other way round"
