@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 import cbgen
+from cbgen import options
 from cbgen.errors import EXIT_FATAL, EXIT_INTERRUPTED, CbgenError, UsageError
 from cbgen.report import print_line
 
@@ -20,7 +21,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-INPUT, SAMPLING, ENGINE, OUTPUT = "Input", "Sampling", "Engine", "Output"
 
 
 def _version(asked: bool) -> None:
@@ -41,143 +41,43 @@ def root(
 @app.command()
 def run(
     context: typer.Context,
-    input: Annotated[
-        list[str],
-        typer.Argument(help="Parquet or JSONL files, globs or folders; or one job spec (.yaml).", show_default=False),
-    ],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="A model folder, hub id or .gguf file; smollm2; or tiny-random, a test model made in memory."
-        ),
-    ] = None,
-    out: Annotated[str | None, typer.Option(help="The output file, .parquet or .jsonl.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Context in tokens, if less than the model's.", show_default="the model's")
-    ] = None,
-    prompt_column: Annotated[
-        str | None, typer.Option(help="Column of prompt texts.", rich_help_panel=INPUT, show_default="prompt")
-    ] = None,
-    messages_column: Annotated[
-        str | None,
-        typer.Option(help="Column of chat messages (role, content).", rich_help_panel=INPUT, show_default="messages"),
-    ] = None,
-    template: Annotated[
-        str | None, typer.Option(help="Jinja2 template over the columns that makes the prompt.", rich_help_panel=INPUT)
-    ] = None,
-    system_prompt: Annotated[
-        str | None,
-        typer.Option(help="System message for rows without one; implies --chat.", rich_help_panel=INPUT),
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat", help="Send each prompt as a user message through the chat template.", rich_help_panel=INPUT
-        ),
-    ] = False,
-    chat_template_kwargs: Annotated[
-        str | None, typer.Option(help="JSON object of variables for the chat template.", rich_help_panel=INPUT)
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first N rows.", rich_help_panel=INPUT)] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", rich_help_panel=SAMPLING)] = 512,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING, show_default="the model's generation config, or 0"),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Smallest set of tokens with this probability.",
-            rich_help_panel=SAMPLING,
-            show_default="the model's generation config, or 1",
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            help="The k most probable tokens; 0 is off.",
-            rich_help_panel=SAMPLING,
-            show_default="the model's generation config, or 0",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the job's draws.", rich_help_panel=SAMPLING)] = 0,
-    n: Annotated[int, typer.Option("--n", "-n", help="Samples per row.", rich_help_panel=SAMPLING)] = 1,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Generate on past end-of-sequence tokens.", rich_help_panel=SAMPLING)
-    ] = False,
-    output_token_ids: Annotated[
-        bool, typer.Option("--output-token-ids", help="Add a column completion_ids.", rich_help_panel=OUTPUT)
-    ] = False,
-    output_prefix: Annotated[
-        str, typer.Option(help="Prefix of the output columns' names.", rich_help_panel=OUTPUT)
-    ] = "",
-    summary: Annotated[
-        str | None, typer.Option(help="Write the run's figures to this JSON file.", rich_help_panel=OUTPUT)
-    ] = None,
-    resume: Annotated[
-        str,
-        typer.Option(
-            help="if-possible: continue a matching job or start; always: only continue; never: start anew.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = "if-possible",
-    part_rows: Annotated[
-        int, typer.Option(help="Publish finished rows at the latest after so many.", rich_help_panel=OUTPUT)
-    ] = 10_000,
-    part_interval: Annotated[
-        float, typer.Option(help="Publish finished rows at the latest after so many seconds.", rich_help_panel=OUTPUT)
-    ] = 60.0,
-    page_size: Annotated[
-        int | None, typer.Option(help="Tokens of KV in a page.", rich_help_panel=ENGINE, show_default="by hardware")
-    ] = None,
-    num_blocks: Annotated[
-        int | None,
-        typer.Option(
-            help="Cache capacity in blocks of page_size tokens.",
-            rich_help_panel=ENGINE,
-            show_default="from free memory",
-        ),
-    ] = None,
-    max_batch_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-batch-tokens",
-            "--max-num-batched-tokens",
-            help="Query tokens in a forward pass.",
-            rich_help_panel=ENGINE,
-            show_default="by hardware",
-        ),
-    ] = None,
-    max_requests_per_batch: Annotated[
-        int | None,
-        typer.Option(
-            "--max-requests-per-batch",
-            "--max-num-seqs",
-            help="Requests in a forward pass.",
-            rich_help_panel=ENGINE,
-            show_default="by hardware",
-        ),
-    ] = None,
-    max_memory_percent: Annotated[
-        float | None,
-        typer.Option(help="Share of free memory to use, 0 to 1.", rich_help_panel=ENGINE, show_default="by hardware"),
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float | None,
-        typer.Option(help="Instead: share of all device memory, 0 to 1, weights included.", rich_help_panel=ENGINE),
-    ] = None,
-    scheduler_type: Annotated[str, typer.Option(help="fifo.", rich_help_panel=ENGINE)] = "fifo",
-    safety_margin: Annotated[
-        float | None,
-        typer.Option(
-            help="Free share of the cache below which only decodes go on; 0 is off.",
-            rich_help_panel=ENGINE,
-            show_default="0.15",
-        ),
-    ] = None,
+    input: options.Input,
+    model: options.Model = None,
+    out: options.Out = None,
+    revision: options.Revision = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    max_model_len: options.MaxModelLen = None,
+    prompt_column: options.PromptColumn = None,
+    messages_column: options.MessagesColumn = None,
+    template: options.Template = None,
+    system_prompt: options.SystemPrompt = None,
+    chat: options.Chat = False,
+    chat_template_kwargs: options.ChatTemplateKwargs = None,
+    limit: options.Limit = None,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    seed: options.Seed = 0,
+    n: options.N = 1,
+    ignore_eos: options.IgnoreEos = False,
+    output_token_ids: options.OutputTokenIds = False,
+    output_prefix: options.OutputPrefix = "",
+    summary: options.Summary = None,
+    resume: options.Resume = "if-possible",
+    part_rows: options.PartRows = 10_000,
+    part_interval: options.PartInterval = 60.0,
+    page_size: options.PageSize = None,
+    num_blocks: options.NumBlocks = None,
+    max_batch_tokens: options.MaxBatchTokens = None,
+    max_requests_per_batch: options.MaxRequestsPerBatch = None,
+    max_memory_percent: options.MaxMemoryPercent = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    scheduler_type: options.SchedulerType = "fifo",
+    safety_margin: options.SafetyMargin = None,
+    allow_block_sharing: options.AllowBlockSharing = True,
+    cpu_offload_space: options.CpuOffloadSpace = 0.0,
 ) -> None:
     """Generate a completion for every row of INPUT and write them, in order, to --out.
 
@@ -238,6 +138,63 @@ def _guarded(console: Console, command: Any) -> int:
     except KeyboardInterrupt:
         print_line(console, "cbgen: interrupted; finished rows are published, the same command continues the job")
         return EXIT_INTERRUPTED
+
+
+@app.command()
+def size(
+    model: options.Model = None,
+    memory: options.Memory = None,
+    tokens: options.Tokens = None,
+    revision: options.Revision = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    max_model_len: options.MaxModelLen = None,
+    page_size: options.PageSize = None,
+    num_blocks: options.NumBlocks = None,
+    max_batch_tokens: options.MaxBatchTokens = None,
+    max_requests_per_batch: options.MaxRequestsPerBatch = None,
+    max_memory_percent: options.MaxMemoryPercent = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    cpu_offload_space: options.CpuOffloadSpace = 0.0,
+) -> None:
+    """Print what of a model fits in memory: the cache, and how many requests of a given length at once.
+
+    Nothing is loaded: the plan comes from the model's config.
+    """
+
+    def show() -> int:
+        if model is None:
+            raise UsageError("--model is missing")
+        from cbgen.config import ContinuousBatchingConfig
+        from cbgen.device import free_memory_bytes, pick_device
+        from cbgen.models.loading import describe
+        from cbgen.size import parse_bytes, size_lines
+
+        memory_bytes = None if memory is None else parse_bytes(memory)
+        target = pick_device(device)
+        config = ContinuousBatchingConfig(
+            page_size=page_size,
+            num_blocks=num_blocks,
+            max_batch_tokens=max_batch_tokens,
+            max_requests_per_batch=max_requests_per_batch,
+            max_memory_percent=max_memory_percent,
+            cpu_offload_space=cpu_offload_space,
+        ).resolve(target.type)
+        lines = size_lines(
+            describe(model, revision, dtype, target, max_model_len),
+            config,
+            free_memory_bytes(target) if memory_bytes is None else memory_bytes,
+            gpu_memory_utilization,
+            tokens or [],
+            swap_shares_memory=target.type != "cuda",
+        )
+        for name, value in lines.items():
+            typer.echo(f"{name:<10}{value}")
+        return 0
+
+    code = _guarded(Console(stderr=True), show)
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()

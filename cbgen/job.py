@@ -22,7 +22,7 @@ from cbgen.models.loading import load
 from cbgen.pipeline import Collector, Feeder, sample_key
 from cbgen.prompting import OPTION_COLUMNS, Prompter
 from cbgen.report import ProgressReporter, Snapshot, Summary, print_first_prompt, print_line, print_resolved, versions
-from cbgen.resolution import ResolvedJob, finished_footer, options_without_effect, resolve_job, resolved_lines
+from cbgen.resolution import ResolvedJob, finished_footer, resolve_job, resolved_lines, warnings_about
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class EngineRun:
 def run_job(spec: JobSpec, console: Console) -> Outcome:
     """Runs a job to its final file, or continues one. Raises CbgenError; what was published until then is kept."""
     job = resolve_job(spec, lambda text: print_line(console, text))
-    for warning in options_without_effect(job):
+    for warning in warnings_about(job):
         print_line(console, f"warning: {warning}")
     folder = PartsFolder(spec.output)
     finished = finished_footer(job, may_replace=folder.is_begun or spec.resume == "never")
@@ -200,6 +200,7 @@ def _summarize(job: ResolvedJob, run: EngineRun, feeder: Feeder, num_failed: int
         prefix_hit_tokens=metrics.prefix_hit_tokens,
         offloads=metrics.offloads,
         soft_resets=metrics.soft_resets,
+        swaps=metrics.swaps,
         recomputed_tokens=metrics.recomputed_tokens,
         clamped_max_tokens=feeder.num_clamped,
         mean_batch_requests=metrics.mean_batch_requests,
@@ -210,10 +211,16 @@ def _summarize(job: ResolvedJob, run: EngineRun, feeder: Feeder, num_failed: int
 
 def _engine_lines(engine: Engine, load_s: float) -> dict[str, str]:
     config, plan = engine.config, engine.plan
+    sharing = "on" if engine.manager.cache.shares_blocks else "off"
+    if config.allow_block_sharing and not plan.layout.supports_sharing:
+        sharing += " (not every layer keeps all tokens)"
+    swap = f", swap pool {mib(config.cpu_offload_bytes)}" if config.cpu_offload_bytes else ""
+    windows = "".join(f", window {group.window}" for group in plan.layout.groups if group.window is not None)
     return {
         "engine": f"{config.scheduler_type}, max_batch_tokens {config.max_batch_tokens}, max_requests_per_batch "
-        f"{config.max_requests_per_batch}, safety_margin {config.safety_margin:g}, attention {engine.kernel}",
-        "cache": f"{plan.num_blocks} blocks of {config.page_size} tokens, {mib(plan.cache_bytes)}",
+        f"{config.max_requests_per_batch}, safety_margin {config.safety_margin:g}, attention {engine.kernel}{windows}",
+        "cache": f"{plan.num_blocks} blocks of {config.page_size} tokens, {mib(plan.cache_bytes)}{swap}, "
+        f"prefix sharing {sharing}",
         "loaded in": f"{load_s:.1f} s",
     }
 

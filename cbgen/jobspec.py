@@ -2,6 +2,7 @@
 
 import difflib
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -59,6 +60,8 @@ class JobSpec(pydantic.BaseModel):
     gpu_memory_utilization: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
     scheduler_type: str = "fifo"
     safety_margin: float | None = None
+    allow_block_sharing: bool = True
+    cpu_offload_space: float = 0.0
 
     @pydantic.field_validator("input", mode="before")
     @classmethod
@@ -90,13 +93,7 @@ class JobSpec(pydantic.BaseModel):
 
     def engine_config(self) -> ContinuousBatchingConfig:
         return ContinuousBatchingConfig(
-            page_size=self.page_size,
-            num_blocks=self.num_blocks,
-            max_batch_tokens=self.max_batch_tokens,
-            max_requests_per_batch=self.max_requests_per_batch,
-            max_memory_percent=self.max_memory_percent,
-            scheduler_type=self.scheduler_type,
-            safety_margin=self.safety_margin,
+            **{field.name: getattr(self, field.name) for field in fields(ContinuousBatchingConfig)}
         )
 
 

@@ -199,7 +199,7 @@ class Feeder:
         return False
 
     def _requests(self, prompts: list[RenderedPrompt | FailedPrompt]) -> Iterator[RequestState]:
-        """Requests for the samples that are still to be generated; failed rows go to the collector."""
+        """One request per row for the samples still to be generated; failed rows go to the collector."""
         wanted: list[tuple[RenderedPrompt, bytes, list[int]]] = []
         for prompt in prompts:
             key = row_key(prompt.digest, self._occurrences[prompt.digest])
@@ -219,7 +219,9 @@ class Feeder:
             if self._on_first_prompt is not None:
                 self._on_first_prompt(self._prompter.preview(prompt))
                 self._on_first_prompt = None
-            yield from (self._request(prompt, ids, RowTag(key, prompt.index, sample)) for sample in samples)
+            first, *others = (self._request(prompt, ids, RowTag(key, prompt.index, sample)) for sample in samples)
+            first.forks = others
+            yield first
 
     def _fail(self, key: bytes, index: int, samples: list[int], error: str) -> None:
         """Hands the samples of a row that cannot become a request to the collector."""

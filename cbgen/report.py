@@ -41,6 +41,7 @@ class Summary:
     prefix_hit_tokens: int
     offloads: int
     soft_resets: int
+    swaps: int
     recomputed_tokens: int
     clamped_max_tokens: int
     mean_batch_requests: float

@@ -70,8 +70,8 @@ def _sampling_defaults(spec: JobSpec, model: ModelDescription) -> SamplingParams
         raise UsageError(str(error)) from error
 
 
-def options_without_effect(job: ResolvedJob) -> Iterator[str]:
-    """What the user asked for and will not see; each as a line that says why."""
+def warnings_about(job: ResolvedJob) -> Iterator[str]:
+    """What the user asked for and will not see, or not as expected; each as a line that says why."""
     spec, columns = job.spec, job.source.schema.names
     if job.defaults.temperature == 0 and "temperature" not in columns:
         if spec.top_p is not None or spec.top_k is not None:
@@ -86,6 +86,8 @@ def options_without_effect(job: ResolvedJob) -> Iterator[str]:
         yield "--chat-template-kwargs has no effect without a chat template; give --chat"
     if spec.gpu_memory_utilization is not None and spec.max_memory_percent is not None:
         yield "--max-memory-percent has no effect beside --gpu-memory-utilization"
+    if spec.cpu_offload_space > 0 and job.device.type != "cuda":
+        yield "--cpu-offload-space: swap pool and cache are the same memory here; it takes what the cache could have"
 
 
 def _fingerprint(

@@ -56,7 +56,7 @@ class _Trial:
 @torch.inference_mode()
 def attach(model: PreTrainedModel, name: str, max_model_len: int) -> ModelShape:
     """Makes the model attend through cbgen and returns its shape. Raises ModelError for one that cannot be served."""
-    _refuse_by_config(model.config.get_text_config(), name)
+    refuse_by_config(model.config.get_text_config(), name)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, sum(TRIAL_LENGTHS)), generator=generator).to(model.device)
@@ -132,7 +132,7 @@ def layer_types_of(config: Any) -> tuple[str, ...]:
     return (FULL_ATTENTION if window is None else SLIDING_ATTENTION,) * config.num_hidden_layers
 
 
-def _refuse_by_config(config: Any, name: str) -> None:
+def refuse_by_config(config: Any, name: str) -> None:
     """What the config says outright, and what a short trial would not show."""
     others = sorted(set(layer_types_of(config)) - {FULL_ATTENTION, SLIDING_ATTENTION})
     if others:

@@ -1,0 +1,36 @@
+"""What a model will look like to the cache and how much its weights take, from its config alone: nothing is loaded."""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from cbgen.config import SLIDING_ATTENTION, ModelShape
+from cbgen.models import seam
+from cbgen.models.loading import ModelDescription
+
+
+def expected_shape(description: ModelDescription) -> ModelShape:
+    """The shape that the probe at load will find. Raises ModelError for what the config says cannot be served."""
+    config: Any = description.config.get_text_config()
+    seam.refuse_by_config(config, description.name)
+    layer_types = seam.layer_types_of(config)
+    num_heads = config.num_attention_heads
+    return ModelShape(
+        layer_types=layer_types,
+        sliding_window=config.sliding_window if SLIDING_ATTENTION in layer_types else None,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_model_len=description.max_model_len,
+        dtype_bytes=description.dtype.itemsize,
+    )
+
+
+def weight_bytes(description: ModelDescription) -> int:
+    """Bytes of the weights in the dtype they will be loaded in; tied ones count once."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(description.config, dtype=description.dtype)
+    return sum(weights.numel() * weights.element_size() for weights in model.parameters())

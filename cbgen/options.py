@@ -1,0 +1,163 @@
+"""The options of the commands: how each is spelt, what its help says, and the panel it stands in."""
+
+from typing import Annotated
+
+import typer
+
+INPUT, SAMPLING, ENGINE, OUTPUT = "Input", "Sampling", "Engine", "Output"
+
+Input = Annotated[
+    list[str],
+    typer.Argument(help="Parquet or JSONL files, globs or folders; or one job spec (.yaml).", show_default=False),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(help="A model folder, hub id or .gguf file; smollm2; or tiny-random, a test model made in memory."),
+]
+Out = Annotated[str | None, typer.Option(help="The output file, .parquet or .jsonl.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Context in tokens, if less than the model's.", show_default="the model's")
+]
+PromptColumn = Annotated[
+    str | None, typer.Option(help="Column of prompt texts.", rich_help_panel=INPUT, show_default="prompt")
+]
+MessagesColumn = Annotated[
+    str | None,
+    typer.Option(help="Column of chat messages (role, content).", rich_help_panel=INPUT, show_default="messages"),
+]
+Template = Annotated[
+    str | None, typer.Option(help="Jinja2 template over the columns that makes the prompt.", rich_help_panel=INPUT)
+]
+SystemPrompt = Annotated[
+    str | None,
+    typer.Option(help="System message for rows without one; implies --chat.", rich_help_panel=INPUT),
+]
+Chat = Annotated[
+    bool,
+    typer.Option("--chat", help="Send each prompt as a user message through the chat template.", rich_help_panel=INPUT),
+]
+ChatTemplateKwargs = Annotated[
+    str | None, typer.Option(help="JSON object of variables for the chat template.", rich_help_panel=INPUT)
+]
+Limit = Annotated[int | None, typer.Option(help="Only the first N rows.", rich_help_panel=INPUT)]
+MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.", rich_help_panel=SAMPLING)]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING, show_default="the model's generation config, or 0"),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Smallest set of tokens with this probability.",
+        rich_help_panel=SAMPLING,
+        show_default="the model's generation config, or 1",
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        help="The k most probable tokens; 0 is off.",
+        rich_help_panel=SAMPLING,
+        show_default="the model's generation config, or 0",
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Seed of the job's draws.", rich_help_panel=SAMPLING)]
+N = Annotated[int, typer.Option("--n", "-n", help="Samples per row.", rich_help_panel=SAMPLING)]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Generate on past end-of-sequence tokens.", rich_help_panel=SAMPLING)
+]
+OutputTokenIds = Annotated[
+    bool, typer.Option("--output-token-ids", help="Add a column completion_ids.", rich_help_panel=OUTPUT)
+]
+OutputPrefix = Annotated[str, typer.Option(help="Prefix of the output columns' names.", rich_help_panel=OUTPUT)]
+Summary = Annotated[str | None, typer.Option(help="Write the run's figures to this JSON file.", rich_help_panel=OUTPUT)]
+Resume = Annotated[
+    str,
+    typer.Option(
+        help="if-possible: continue a matching job or start; always: only continue; never: start anew.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+PartRows = Annotated[
+    int, typer.Option(help="Publish finished rows at the latest after so many.", rich_help_panel=OUTPUT)
+]
+PartInterval = Annotated[
+    float, typer.Option(help="Publish finished rows at the latest after so many seconds.", rich_help_panel=OUTPUT)
+]
+PageSize = Annotated[
+    int | None, typer.Option(help="Tokens of KV in a page.", rich_help_panel=ENGINE, show_default="by hardware")
+]
+NumBlocks = Annotated[
+    int | None,
+    typer.Option(
+        help="Cache capacity in blocks of page_size tokens.",
+        rich_help_panel=ENGINE,
+        show_default="from free memory",
+    ),
+]
+MaxBatchTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-batch-tokens",
+        "--max-num-batched-tokens",
+        help="Query tokens in a forward pass.",
+        rich_help_panel=ENGINE,
+        show_default="by hardware",
+    ),
+]
+MaxRequestsPerBatch = Annotated[
+    int | None,
+    typer.Option(
+        "--max-requests-per-batch",
+        "--max-num-seqs",
+        help="Requests in a forward pass.",
+        rich_help_panel=ENGINE,
+        show_default="by hardware",
+    ),
+]
+MaxMemoryPercent = Annotated[
+    float | None,
+    typer.Option(help="Share of free memory to use, 0 to 1.", rich_help_panel=ENGINE, show_default="by hardware"),
+]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    typer.Option(help="Instead: share of all device memory, 0 to 1, weights included.", rich_help_panel=ENGINE),
+]
+SchedulerType = Annotated[
+    str, typer.Option(help="fifo, or prefill_first: prompts begun come first.", rich_help_panel=ENGINE)
+]
+SafetyMargin = Annotated[
+    float | None,
+    typer.Option(
+        help="Free share of the cache below which only decodes go on; 0 is off.",
+        rich_help_panel=ENGINE,
+        show_default="0.15 for fifo, 0 for prefill_first",
+    ),
+]
+AllowBlockSharing = Annotated[
+    bool,
+    typer.Option(
+        "--allow-block-sharing/--no-allow-block-sharing",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Compute a common prefix of prompts once (models of full attention).",
+        rich_help_panel=ENGINE,
+    ),
+]
+CpuOffloadSpace = Annotated[
+    float,
+    typer.Option(
+        help="GiB of CPU memory for requests that must leave the cache; 0: they are computed again.",
+        rich_help_panel=ENGINE,
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(help="Plan for so much memory, weights included, such as 24GiB.", show_default="what is free now"),
+]
+Tokens = Annotated[
+    list[int] | None,
+    typer.Option(help="Length of a request, prompt and output; may be repeated.", show_default="256, 1024, 4096, ..."),
+]
