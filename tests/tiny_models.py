@@ -72,7 +72,8 @@ class ModelUnderTest:
     def of(cls, name: str, model: PreTrainedModel, eos_token_ids: frozenset[int]) -> "ModelUnderTest":
         reference = copy.deepcopy(model)
         reference.set_attn_implementation("eager")  # the one that serves every option of a layer
-        shape = seam.attach(model, name, model.config.max_position_embeddings)
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", CONTEXT)
+        shape = seam.attach(model, name, context)
         return cls(name, model, reference, shape, eos_token_ids)
 
     @torch.inference_mode()

@@ -201,10 +201,8 @@ def attend_sequence(
 
     mask: bool [Q, L], or None for Q = L and causal attention. Returns [Q, heads, head_dim].
     """
-    kv_length, num_kv_heads, head_dim = keys.shape
-    grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, Q, head_dim]
-    shape = (num_kv_heads, grouped.shape[1], kv_length, head_dim)
-    keys, values = (half.transpose(0, 1).unsqueeze(1).expand(shape) for half in (keys, values))
+    grouped = query.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, Q, head_dim]
+    keys, values = (half.transpose(0, 1).unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for half in (keys, values))
     sinks = None if options.sinks is None else options.sinks.view(*grouped.shape[:2], 1, 1)
     return _attend(grouped, keys, values, mask, options, sinks).permute(2, 0, 1, 3).flatten(1, 2)
 

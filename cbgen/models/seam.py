@@ -22,14 +22,16 @@ OWN_IMPLEMENTATION = "eager"
 TRIAL_LENGTHS = (7, 5)
 # The largest difference of logits, relative to the largest logit, that is put down to rounding.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-# Rotary scalings that look at the longest position in the batch: a row's neighbours would change it.
-UNSERVED_ROPE_TYPES = ("longrope", "dynamic")
+# Rotary scalings that change for the whole batch once a position in it is past the original context: a row's
+# neighbours would change it.
+ROPE_TYPES_BY_LONGEST_ROW = ("longrope", "dynamic")
 
 
 class _Trial:
     """Attends causally within each of the packed sequences, and notes what the layers ask for."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
         self.layers: list[int] = []
         self.windows: list[int | None] = []
         self.kv_shapes: set[tuple[int, int, int]] = set()  # kv_heads, head size of K, head size of V
@@ -43,7 +45,7 @@ class _Trial:
         scaling: float | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        window = options.get("sliding_window")
+        window = effective_window(options.get("sliding_window"), self.max_model_len)
         self.layers.append(layer)
         self.windows.append(window)
         self.kv_shapes.add((key.shape[1], key.shape[3], value.shape[3]))
@@ -56,7 +58,7 @@ class _Trial:
 @torch.inference_mode()
 def attach(model: PreTrainedModel, name: str, max_model_len: int) -> ModelShape:
     """Makes the model attend through cbgen and returns its shape. Raises ModelError for one that cannot be served."""
-    refuse_by_config(model.config.get_text_config(), name)
+    refuse_by_config(model.config.get_text_config(), max_model_len, name)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, sum(TRIAL_LENGTHS)), generator=generator).to(model.device)
@@ -66,37 +68,40 @@ def attach(model: PreTrainedModel, name: str, max_model_len: int) -> ModelShape:
     model.set_attn_implementation(IMPLEMENTATION)
     if model.config.get_text_config()._attn_implementation != IMPLEMENTATION:
         raise _refused(name, f"{type(model).__name__} does not use transformers' attention interface")
-    trial, packed = _run_trial(model, ids, name)
+    trial = _Trial(max_model_len)
+    packed = _run_trial(model, ids, trial, name)
     shape = _shape_of(trial, model, own.shape[-1], max_model_len, name)
+    if packed.shape != own.shape:
+        raise _refused(name, f"{type(model).__name__} does not give the logits of chosen tokens alone")
     difference = ((packed - own).abs().max() / own.abs().max()).item()
     if not difference <= TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16]):
         raise _refused(
             name,
             f"two sequences in one batch give other logits than each alone (by {difference:.1e}), so it "
-            "does more than attention over positions (recurrent or convolutional state, biases by distance)",
+            "does more than attention over positions (recurrent state, biases by distance, positions of its own)",
         )
     return shape
 
 
-def _run_trial(model: PreTrainedModel, ids: torch.Tensor, name: str) -> tuple[_Trial, torch.Tensor]:
-    """The packed forward pass, and its logits [2, vocab] at the end of each sequence."""
+def _run_trial(model: PreTrainedModel, ids: torch.Tensor, trial: _Trial, name: str) -> torch.Tensor:
+    """The logits [2, vocab] at the end of each sequence of a packed forward pass."""
     positions = torch.cat([torch.arange(length) for length in TRIAL_LENGTHS])[None].to(ids.device)
     ends = torch.tensor(TRIAL_LENGTHS, device=ids.device).cumsum(0) - 1
-    trial = _Trial()
     try:
         with serving_attention(trial):
             output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=ends)
     except (TypeError, RuntimeError, KeyError, AttributeError, ValueError) as error:
         raise _refused(name, f"its forward pass over a packed batch fails: {first_line(error)}") from error
-    return trial, output.logits[0]
+    return output.logits[0]
 
 
 def _shape_of(trial: _Trial, model: PreTrainedModel, vocab_size: int, max_model_len: int, name: str) -> ModelShape:
     config = model.config.get_text_config()
+    num_attending = len(set(trial.layers))
+    if num_attending != config.num_hidden_layers:
+        raise _refused(name, f"of its {config.num_hidden_layers} layers, {num_attending} attend through the cache")
     if trial.layers != list(range(config.num_hidden_layers)):
-        raise _refused(
-            name, f"of its {config.num_hidden_layers} layers, {len(set(trial.layers))} attend through the cache"
-        )
+        raise _refused(name, "its layers attend more than once in a forward pass, or not in order")
     if len(trial.kv_shapes) != 1:
         raise _refused(name, "its layers have KV heads of different number or size")
     num_kv_heads, key_dim, value_dim = next(iter(trial.kv_shapes))
@@ -108,7 +113,7 @@ def _shape_of(trial: _Trial, model: PreTrainedModel, vocab_size: int, max_model_
     if len(windows) > 1:
         raise _refused(name, f"its layers have windows of different sizes ({', '.join(map(str, windows))})")
     layer_types = tuple(FULL_ATTENTION if window is None else SLIDING_ATTENTION for window in trial.windows)
-    if layer_types != layer_types_of(config):
+    if layer_types != layer_types_of(config, max_model_len):
         raise _refused(name, "the windows that its layers ask for are not those of its config")
     return ModelShape(
         layer_types=layer_types,
@@ -123,29 +128,37 @@ def _shape_of(trial: _Trial, model: PreTrainedModel, vocab_size: int, max_model_
     )
 
 
-def layer_types_of(config: Any) -> tuple[str, ...]:
+def effective_window(window: int | None, max_model_len: int) -> int | None:
+    """A window that no request outgrows hides nothing: that is full attention, and its blocks can be shared."""
+    return None if window is None or window >= max_model_len else window
+
+
+def layer_types_of(config: Any, max_model_len: int) -> tuple[str, ...]:
     """The type of each layer as the config has it: its layer_types, or all sliding if it has a window, or all full."""
-    listed = getattr(config, "layer_types", None)
-    if listed is not None:
-        return tuple(listed)
-    window = getattr(config, "sliding_window", None)
-    return (FULL_ATTENTION if window is None else SLIDING_ATTENTION,) * config.num_hidden_layers
+    window = effective_window(getattr(config, "sliding_window", None), max_model_len)
+    own = FULL_ATTENTION if window is None else SLIDING_ATTENTION
+    listed = getattr(config, "layer_types", None) or (own,) * config.num_hidden_layers
+    return tuple(own if listed_type == SLIDING_ATTENTION else listed_type for listed_type in listed)
 
 
-def refuse_by_config(config: Any, name: str) -> None:
+def refuse_by_config(config: Any, max_model_len: int, name: str) -> None:
     """What the config says outright, and what a short trial would not show."""
-    others = sorted(set(layer_types_of(config)) - {FULL_ATTENTION, SLIDING_ATTENTION})
+    others = sorted(set(layer_types_of(config, max_model_len)) - {FULL_ATTENTION, SLIDING_ATTENTION})
     if others:
-        raise _refused(
-            name, f"its layers are of type {', '.join(others)}; {FULL_ATTENTION} and {SLIDING_ATTENTION} are"
-        )
+        known = f"{FULL_ATTENTION} and {SLIDING_ATTENTION}"
+        raise _refused(name, f"its layers are of type {', '.join(others)}; only {known} are served")
     if getattr(config, "num_kv_shared_layers", 0):
         raise _refused(name, f"its last {config.num_kv_shared_layers} layers share the KV of earlier ones")
     parameters = getattr(config, "rope_parameters", None) or {}
-    groups = [parameters, *(group for group in parameters.values() if isinstance(group, dict))]
-    for rope_type in (group.get("rope_type") for group in groups):
-        if rope_type in UNSERVED_ROPE_TYPES:
-            raise _refused(name, f"its rotary scaling ({rope_type}) depends on the longest row of a batch")
+    for group in [parameters, *(group for group in parameters.values() if isinstance(group, dict))]:
+        rope_type, own = group.get("rope_type"), config.max_position_embeddings
+        limit = min(own, group.get("original_max_position_embeddings") or own)
+        if rope_type in ROPE_TYPES_BY_LONGEST_ROW and max_model_len > limit:
+            raise _refused(
+                name,
+                f"beyond {limit} tokens its rotary scaling ({rope_type}) depends on the longest row of a batch; "
+                f"--max-model-len {limit} serves it",
+            )
 
 
 def _refused(name: str, reason: str) -> ModelError:

@@ -13,8 +13,8 @@ from cbgen.models.loading import ModelDescription
 def expected_shape(description: ModelDescription) -> ModelShape:
     """The shape that the probe at load will find. Raises ModelError for what the config says cannot be served."""
     config: Any = description.config.get_text_config()
-    seam.refuse_by_config(config, description.name)
-    layer_types = seam.layer_types_of(config)
+    seam.refuse_by_config(config, description.max_model_len, description.name)
+    layer_types = seam.layer_types_of(config, description.max_model_len)
     num_heads = config.num_attention_heads
     return ModelShape(
         layer_types=layer_types,
