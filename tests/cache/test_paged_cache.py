@@ -1,170 +1,291 @@
-"""PagedCache: all-or-nothing admission. KVStorage: the bytes behind the blocks."""
+"""PagedCache: all-or-nothing over every allocator, what counts as free, and a request's pages."""
 
+import copy
 import random
 
 import pytest
-import torch
+from cache.cache_harness import (
+    PAGE_SIZE,
+    allocator_has_room,
+    block_tables,
+    cache_of,
+    hold,
+    layout_of,
+    snapshot,
+)
 
-from cbgen.cache.paged_cache import KVStorage, PagedCache
-from cbgen.cache.pool import NUM_RESERVED_CHUNKS, READ_RESERVE_CHUNK
+from cbgen.cache.paged_cache import NO_MATCH, PagedCache
 from cbgen.errors import MemoryPlanError
-from cbgen.kernels.sdpa import SdpaAttention
 
-PAGE_SIZE = 4
-CPU = torch.device("cpu")
+FULL, SLIDING, HYBRID = layout_of(2), layout_of(0, 2), layout_of(2, 3)  # hybrid: 3 full or 2 sliding blocks a chunk
+every_kind = pytest.mark.parametrize(
+    ("layout", "sharing"),
+    [
+        pytest.param(FULL, True, id="full, sharing"),
+        pytest.param(FULL, False, id="full"),
+        pytest.param(SLIDING, True, id="sliding"),
+        pytest.param(HYBRID, True, id="hybrid"),
+    ],
+)
 
 
-def cache_of(num_blocks: int) -> PagedCache:
-    return PagedCache(num_blocks + NUM_RESERVED_CHUNKS, PAGE_SIZE)
+def filled(cache: PagedCache) -> PagedCache:
+    """A request of three pages, and as many of one page as there is room for."""
+    hold(cache, 0, list(range(9)))
+    request_id = 1
+    while cache.admit(request_id, [7], 1):
+        request_id += 1
+    return cache
 
 
-def snapshot(cache: PagedCache, requests: range) -> tuple[object, ...]:
-    """All that can be seen of a cache."""
-    cache.check_integrity()
-    tables = {r: list(cache.block_table(r)) for r in requests if cache.num_owned_blocks(r)}
-    return cache.num_free_blocks, cache.free_share, tables
+def test_only_a_model_of_full_attention_shares_and_only_if_it_may():
+    """Law 5, and the option that turns it off."""
+    assert cache_of(FULL, 4).shares_blocks
+    assert not any(cache_of(layout, 4).shares_blocks for layout in (SLIDING, HYBRID))
+    assert not cache_of(FULL, 4, allow_block_sharing=False).shares_blocks
 
 
 def test_capacity_and_shares_leave_the_reserve_out():
     """Blocks and shares speak of data: an empty cache is wholly free, a full one wholly used."""
-    cache = cache_of(8)
-    assert (cache.num_blocks, cache.num_free_blocks, cache.free_share, cache.used_share) == (8, 8, 1.0, 0.0)
+    cache = cache_of(FULL, 8)
+    assert (cache.num_blocks, cache.free_share, cache.used_share) == (8, 1.0, 0.0)
     assert cache.allocate(0, 6 * PAGE_SIZE)
-    assert (cache.num_free_blocks, cache.free_share, cache.used_share) == (2, 0.25, 0.75)
+    assert (cache.free_share, cache.used_share) == (0.25, 0.75)
     assert cache.allocate(1, 2 * PAGE_SIZE)
-    assert (cache.num_blocks, cache.num_free_blocks, cache.free_share, cache.used_share) == (8, 0, 0.0, 1.0)
+    assert (cache.num_blocks, cache.free_share, cache.used_share) == (8, 0.0, 1.0)
+
+
+def test_blocks_whose_content_is_kept_are_free():
+    """Initialized or not: what nobody owns can be had."""
+    cache = cache_of(FULL, 8)
+    hold(cache, 0, list(range(4 * PAGE_SIZE)))
+    assert cache.free_share == 0.5
+    cache.release(0)
+    assert (cache._pool.num_free_chunks, cache.free_share) == (4, 1.0)
+
+
+def test_the_free_share_of_a_hybrid_counts_parts_of_chunks():
+    """Two of three full blocks of one chunk and both sliding blocks of another are owned, of four chunks."""
+    cache = cache_of(HYBRID, 4)
+    assert cache.num_blocks == 4
+    assert cache.allocate(0, 2 * PAGE_SIZE)
+    assert cache.free_share == pytest.approx((2 + 1 / 3) / 4)
+    assert cache.allocate(0, 3 * PAGE_SIZE), "a full block more, and no sliding one: the ring is whole"
+    assert cache.free_share == pytest.approx(2 / 4)
 
 
 def test_a_cache_of_the_reserve_alone_is_refused():
     """Without a data block nothing could ever be served."""
     with pytest.raises(MemoryPlanError):
-        cache_of(0)
+        cache_of(FULL, 0)
 
 
-@pytest.mark.parametrize(("num_tokens", "fits"), [(1, True), (11, True), (12, True), (13, False), (1000, False)])
-def test_fits_empty_is_what_an_empty_cache_grants(num_tokens, fits):
+@every_kind
+@pytest.mark.parametrize("num_data_chunks", [1, 2, 3, 5])
+def test_fits_empty_is_what_an_empty_cache_grants(layout, sharing, num_data_chunks):
     """The promise made before a request starts is the one that allocation keeps, whoever is in the cache now."""
-    busy, empty = cache_of(3), cache_of(3)
-    busy.allocate(9, 12)
-    assert busy.fits_empty(num_tokens) is empty.fits_empty(num_tokens) is fits
-    assert empty.allocate(0, num_tokens) is fits
+    busy = cache_of(layout, num_data_chunks, sharing)
+    busy.allocate(9, 9)
+    for num_tokens in range(1, 40):
+        fits = cache_of(layout, num_data_chunks, sharing).allocate(0, num_tokens)
+        assert busy.fits_empty(num_tokens) is fits
+        assert (busy.max_request_tokens(39) >= num_tokens) is fits
 
 
 def test_allocation_covers_the_tokens_asked_for_and_no_more():
     """Room is counted from the request's first token: asking again for as many or fewer changes nothing."""
-    cache = cache_of(8)
+    cache = cache_of(HYBRID, 8)
+    assert cache.missing_blocks(0, 13) == (4, 2)
+    assert cache.num_pages((4, 2)) == 4 * 2 + 2 * 3
     assert cache.allocate(0, 5)
-    assert cache.num_owned_blocks(0) == cache.num_blocks_for(5) == 2
-    before = snapshot(cache, range(1))
+    before = snapshot(cache)
     for num_tokens in (5, 8, 1, 0):
-        assert cache.num_missing_blocks(0, num_tokens) == 0
+        assert cache.missing_blocks(0, num_tokens) == (0, 0)
         assert cache.allocate(0, num_tokens)
-        assert snapshot(cache, range(1)) == before
-    assert cache.num_missing_blocks(0, 9) == 1
-    assert cache.allocate(0, 9)
-    assert cache.block_table(0)[:2] == before[2][0]
-    assert cache.num_owned_blocks(0) == 3
+        assert snapshot(cache) == before
+    assert cache.missing_blocks(0, 13) == (2, 0)
+    assert cache.allocate(0, 13)
+    assert (cache.num_owned_blocks(0), cache.num_owned_blocks(1)) == (6, 0)
 
 
-@pytest.mark.parametrize(
-    ("request_id", "num_tokens"),
-    [pytest.param(2, 9, id="new request"), pytest.param(0, 18, id="growing request"), pytest.param(2, 999, id="huge")],
-)
-def test_a_refused_allocation_changes_nothing(request_id, num_tokens):
-    """One block too many is refused whole: no block of it is taken, and nobody else's table moves."""
-    cache = cache_of(7)
+@every_kind
+def test_what_is_refused_changes_nothing(layout, sharing):
+    """Admitted, grown or forked: one block too many is refused whole, to the last field of every part."""
+    cache = filled(cache_of(layout, 9, sharing))
+    newcomer = list(range(200, 290))
+    match = cache.match(70, newcomer)
+    before = snapshot(cache)
+    assert not cache.admit(70, newcomer, 90, match)
+    assert layout is SLIDING or not cache.allocate(0, 90)
+    assert cache.fork(0, 71, 9) is None
+    assert snapshot(cache) == before
+    cache.check_integrity({70})
+
+
+def test_a_hybrid_is_refused_when_one_of_its_types_finds_no_room():
+    """The other type would have found some: it gets nothing either."""
+    cache = cache_of(HYBRID, 3)
     assert cache.allocate(0, 2 * PAGE_SIZE)
-    assert cache.allocate(1, 3 * PAGE_SIZE)
-    before = snapshot(cache, range(3))
-    assert cache.num_missing_blocks(request_id, num_tokens) > cache.num_free_blocks
-    assert not cache.allocate(request_id, num_tokens)
-    assert snapshot(cache, range(3)) == before
-    assert cache.allocate(2, 2 * PAGE_SIZE), "what was free before the refusal still is"
-
-
-def test_release_returns_what_became_free():
-    """A request that left holds nothing, and its blocks serve another; one never seen is fine."""
-    cache = cache_of(4)
-    assert cache.allocate(0, 16)
-    assert not cache.allocate(1, 1)
-    assert cache.release(0) == 4
-    assert cache.release(0) == cache.release(5) == 0
-    assert cache.num_owned_blocks(0) == 0
-    assert cache.allocate(1, 16)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_admissions_are_all_or_nothing(seed):
-    """Granted exactly when the missing blocks are free, with the laws intact after each step, leaking nothing."""
-    rng, cache, refusals = random.Random(seed), cache_of(20), 0
-    for _ in range(800):
-        request_id, num_tokens = rng.randrange(8), rng.randint(1, 40)
-        if rng.random() < 0.25:
-            cache.release(request_id)
-            cache.check_integrity()
-            continue
-        before = snapshot(cache, range(8))
-        owned = cache.num_owned_blocks(request_id)
-        missing = max(0, -(-num_tokens // PAGE_SIZE) - owned)
-        granted = cache.allocate(request_id, num_tokens)
-        assert granted is (missing <= before[0])
-        refusals += not granted
-        if granted:
-            assert cache.num_owned_blocks(request_id) == owned + missing
-        else:
-            assert snapshot(cache, range(8)) == before
-    assert refusals > 20, "the run must have tried the cache's limits"
-    for request_id in range(8):
-        cache.release(request_id)
+    assert cache.allocate(1, 1), "a spare full block, and the last chunk for a sliding one"
+    before = snapshot(cache)
+    assert cache.missing_blocks(2, 1) == (1, 1)
+    assert not cache.allocate(2, 1), "a spare sliding block, but no chunk for a full one"
+    assert not cache.admit(2, [5], 1)
+    assert snapshot(cache) == before
     cache.check_integrity()
-    assert cache.num_free_blocks == cache.num_blocks
 
 
-LAYOUTS = [
-    pytest.param(4, 2, 16, torch.float32, id="aligned"),
-    pytest.param(1, 1, 5, torch.float32, id="padded page"),
-    pytest.param(3, 3, 7, torch.bfloat16, id="odd bfloat16"),
-]
+def test_matched_blocks_do_not_count_as_free_while_they_are_matched():
+    """Law 2: to demote a block for a request that is about to take it over would give it away twice."""
+    cache = cache_of(FULL, 4)
+    hold(cache, 0, [*range(12)])
+    blocks = list(cache.allocators[0].block_table(0))
+    cache.release(0)
+    hold(cache, 1, [99])
+    assert cache.free_share == 0.75
+    whole = cache.match(2, [*range(12), 5])
+    assert whole.blocks == blocks
+    before = snapshot(cache)
+    assert not cache.admit(2, [*range(12), 5], 13, whole), "three free blocks, all of them matched; a fourth is missing"
+    assert snapshot(cache) == before
+    part = cache.match(3, [*range(8), 5])
+    assert part.blocks == blocks[:2]
+    assert cache.admit(3, [*range(8), 5], 9, part), "the third one is free to be demoted"
+    assert cache.allocators[0].block_table(3) == blocks
+    cache.check_integrity({2})
 
 
-@pytest.mark.parametrize(("page_size", "num_kv_heads", "head_dim", "dtype"), LAYOUTS)
-def test_the_read_reserve_is_zero_in_every_layer(page_size, num_kv_heads, head_dim, dtype):
-    """Padding reads it: uninitialized bytes there could be NaN (law 8)."""
-    backend = SdpaAttention(page_size, num_kv_heads, head_dim, dtype)
-    storage = KVStorage(6, 4, backend, CPU)
-    assert len(storage.layers) == 4
-    for layer in storage.layers:
-        for half in layer:
-            assert half.shape == (6, page_size, num_kv_heads, head_dim)
-            assert half.dtype == dtype
-            assert not half[READ_RESERVE_CHUNK].any()
+class Replay:
+    """Random requests on a cache; every answer is worked out anew from the block tables."""
+
+    def __init__(self, cache: PagedCache, seed: int):
+        self.rng, self.cache = random.Random(seed), cache
+        self.tokens: dict[int, list[int]] = {}
+        self.next_id = self.refusals = self.matches = self.shared = 0
+
+    def admit(self) -> None:
+        prompt = [self.rng.choice((0, 0, 0, 1)) for _ in range(self.rng.randint(1, 30))]
+        match, request_id = self.cache.match(self.next_id, prompt), self.next_id
+        self.next_id += 1
+        self.matches += bool(match.blocks)
+        demand = self.cache.missing_blocks(request_id, len(prompt))
+        rehearsal = copy.deepcopy(self.cache)
+        if match.blocks:
+            rehearsal.allocators[0].adopt(request_id, match.blocks)
+            demand = (demand[0] - len(match.blocks),)
+        before, expected = snapshot(self.cache), allocator_has_room(rehearsal, demand)
+        granted = self.cache.admit(request_id, prompt, len(prompt), match)
+        self.compare(granted, expected, before)
+        if granted:
+            self.cache.register(request_id, prompt, len(prompt))
+            self.tokens[request_id] = prompt
+        else:
+            self.cache.release(request_id)
+
+    def grow(self, request_id: int) -> None:
+        tokens = self.tokens[request_id] + [self.rng.randrange(2) for _ in range(self.rng.randint(1, 6))]
+        demand = self.cache.missing_blocks(request_id, len(tokens))
+        before, expected = snapshot(self.cache), allocator_has_room(self.cache, demand)
+        granted = self.cache.allocate(request_id, len(tokens))
+        self.compare(granted, expected, before)
+        if granted:
+            self.cache.register(request_id, tokens, len(tokens))
+            self.tokens[request_id] = tokens
+
+    def compare(self, granted: bool, expected: bool, before: object) -> None:
+        assert granted is expected
+        self.refusals += not granted
+        assert granted or snapshot(self.cache) == before
+
+    def step(self) -> None:
+        roll = self.rng.random()
+        if not self.tokens or roll < 0.3:
+            self.admit()
+        elif roll < 0.7:
+            self.grow(self.rng.choice(list(self.tokens)))
+        else:
+            request_id = self.rng.choice(list(self.tokens))
+            self.cache.release(request_id)
+            del self.tokens[request_id]
+
+    def check(self) -> None:
+        self.cache.check_integrity(set())
+        used = 0.0
+        for tables, allocator in zip(block_tables(self.cache), self.cache.allocators, strict=True):
+            owned = [block for table in tables.values() for block in table]
+            self.shared += len(owned) > len(set(owned))
+            used += len(set(owned)) / allocator.group.blocks_per_chunk
+        assert self.cache.used_share == pytest.approx(used / self.cache._pool.num_data_chunks)
+        assert self.cache.holders == set(self.tokens)
+
+    def check_covers(self) -> None:
+        """On a copy, some requests really leave and the rest really grow."""
+        leaving = self.rng.sample(list(self.tokens), self.rng.randint(0, len(self.tokens)))
+        stalled = {r: len(t) + self.rng.randint(1, 12) for r, t in self.tokens.items() if r not in leaving}
+        demands = [self.cache.missing_blocks(r, num_tokens) for r, num_tokens in stalled.items()]
+        demand = tuple(map(sum, zip(*demands, strict=True))) if demands else (1,) * len(self.cache.allocators)
+        before = snapshot(self.cache)
+        foretold = self.cache.covers(demand, leaving)
+        assert snapshot(self.cache) == before
+        later = copy.deepcopy(self.cache)
+        for request_id in leaving:
+            later.release(request_id)
+        if not demands:
+            assert later.allocate(self.next_id, 1) is foretold
+            return
+        assert all(later.allocate(r, num_tokens) for r, num_tokens in stalled.items()) is foretold
 
 
-@pytest.mark.parametrize(("page_size", "num_kv_heads", "head_dim", "dtype"), LAYOUTS)
-def test_pages_do_not_overlap(page_size, num_kv_heads, head_dim, dtype):
-    """Each page of each layer, K and V apart, keeps its own value when all are written; the reserve stays zero."""
-    num_chunks, num_layers = 9, 4
-    storage = KVStorage(num_chunks, num_layers, SdpaAttention(page_size, num_kv_heads, head_dim, dtype), CPU)
-    places = [
-        (layer, half, chunk)
-        for chunk in range(READ_RESERVE_CHUNK + 1, num_chunks)
-        for layer in range(num_layers)
-        for half in range(2)
-    ]
-    for value, (layer, half, chunk) in enumerate(places, start=1):
-        storage.layers[layer][half][chunk] = value
-    for value, (layer, half, chunk) in enumerate(places, start=1):
-        assert (storage.layers[layer][half][chunk] == value).all(), (layer, half, chunk)
-    assert not any(half[READ_RESERVE_CHUNK].any() for layer in storage.layers for half in layer)
+@every_kind
+@pytest.mark.parametrize("seed", range(2))
+def test_random_requests_are_all_or_nothing_and_forecasts_come_true(layout, sharing, seed):
+    """Granted exactly when there is room, refused without a trace; `covers` agrees with releasing and allocating."""
+    replay = Replay(cache_of(layout, 10, sharing), seed)
+    for _ in range(400):
+        replay.step()
+        replay.check()
+        replay.check_covers()
+    assert replay.refusals > 10, "the run must have tried the cache's limits"
+    assert (replay.matches > 10) is (replay.shared > 10) is replay.cache.shares_blocks
+    for request_id in list(replay.tokens):
+        replay.cache.release(request_id)
+    replay.cache.check_integrity(set())
+    assert replay.cache.free_share == 1.0
 
 
-@pytest.mark.parametrize(("page_size", "num_kv_heads", "head_dim", "dtype"), LAYOUTS)
-def test_a_page_starts_on_64_bytes_and_holds_k_and_v(page_size, num_kv_heads, head_dim, dtype):
-    """Kernels read aligned pages: the bytes of a page are K and V, rounded up to 64."""
-    backend = SdpaAttention(page_size, num_kv_heads, head_dim, dtype)
-    content_bytes = 2 * page_size * num_kv_heads * head_dim * dtype.itemsize
-    assert backend.page_bytes % 64 == 0
-    assert content_bytes <= backend.page_bytes < content_bytes + 64
-    for keys, _ in KVStorage(3, 2, backend, CPU).layers:
-        assert keys.storage_offset() * dtype.itemsize % 64 == 0
-        assert keys.stride(0) * dtype.itemsize == 2 * backend.page_bytes
+@pytest.mark.parametrize("sharing", [True, False])
+def test_pages_of_a_full_layout_are_in_token_order(sharing):
+    """Block after block, layer after layer; whole blocks that a request has already can be left out."""
+    cache = cache_of(FULL, 9, sharing)
+    hold(cache, 0, list(range(10)))
+    first, second, third = cache.allocators[0].block_table(0)
+    assert cache.pages_of(0, 10) == [first, first + 1, second, second + 1, third, third + 1]
+    assert cache.pages_of(0, 8) == [first, first + 1, second, second + 1]
+    assert cache.pages_of(0, 10, num_skipped=8) == [third, third + 1]
+    assert cache.pages_of(0, 8, num_skipped=8) == cache.pages_of(0, 0) == []
+
+
+def test_pages_of_a_hybrid_are_full_blocks_then_the_ring():
+    """The order depends on the counts alone: what one request had in its pages, another can have in its own."""
+    cache = cache_of(HYBRID, 16)
+    hold(cache, 0, list(range(13)))
+    hold(cache, 1, list(range(30)))
+    full, sliding = (allocator.block_table(0) for allocator in cache.allocators)
+    assert (len(full), len(sliding)) == (4, 2)
+    assert cache.pages_of(0, 13) == [b + k for b in full for k in range(2)] + [b + k for b in sliding for k in range(3)]
+    assert cache.pages_of(0, 4) == [full[0], full[0] + 1, sliding[0], sliding[0] + 1, sliding[0] + 2]
+    assert len(cache.pages_of(1, 13)) == len(cache.pages_of(0, 13)) == cache.num_pages((4, 2))
+    assert not set(cache.pages_of(0, 13)) & set(cache.pages_of(1, 30))
+
+
+def test_holders_are_those_who_own_blocks():
+    """Waiting requests that were matched hold nothing; released ones neither."""
+    cache = cache_of(FULL, 9)
+    hold(cache, 3, list(range(9)))
+    assert cache.admit(5, list(range(9)), 9, cache.match(5, list(range(9))))
+    cache.match(8, list(range(9)))
+    assert cache.holders == {3, 5}
+    cache.release(3)
+    assert cache.holders == {5}
+    assert (cache.num_owned_blocks(3), cache.num_owned_blocks(5)) == (0, 3)
+    assert NO_MATCH.blocks == [], "the match of those without one is never written to"
