@@ -1,19 +1,19 @@
-"""SdpaAttention over scattered pages against dense attention in float64."""
+"""SdpaAttention of full layers over scattered pages against dense attention in float64."""
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
 import torch
+from kernels.bench import FULL, NUM_KV_HEADS, POISON, EngineBench, assert_equals_dense, dense_attention
 
 from cbgen.cache.pool import READ_RESERVE_CHUNK
-from cbgen.kernels.backend import AttentionBatch
+from cbgen.kernels import sdpa
+from cbgen.kernels.backend import AttentionBatch, AttentionOptions
 from cbgen.kernels.sdpa import DECODE_BUCKET_TOKENS, SdpaAttention
 
 BUCKET = DECODE_BUCKET_TOKENS
-NUM_KV_HEADS = 2
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 PAGE_SIZES = [1, 4, 16, 32]
 
 
@@ -31,12 +31,12 @@ class Bench:
 
     def __init__(self, page_size, group, head_dim, lengths, dtype=torch.float32, seed=0):
         self.rng = np.random.default_rng(seed)
-        self.page_size, self.dtype, self.scaling = page_size, dtype, 1.3 * head_dim**-0.5
+        self.page_size, self.dtype, self.options = page_size, dtype, AttentionOptions(1.3 * head_dim**-0.5)
         self.num_heads, self.head_dim = NUM_KV_HEADS * group, head_dim
         self.backend = SdpaAttention(page_size, NUM_KV_HEADS, head_dim, dtype)
         counts = [-(-length // page_size) + number % 2 for number, length in enumerate(lengths)]  # some own one more
         num_blocks = sum(counts) + 9
-        self.raw = torch.full((num_blocks, self.backend.page_bytes), 0xFF, dtype=torch.uint8)  # NaN in any float type
+        self.raw = torch.full((num_blocks, self.backend.page_bytes), POISON, dtype=torch.uint8)
         self.raw[READ_RESERVE_CHUNK] = 0
         self.pages = self.backend.view_pages(self.raw)
         assert self.pages[0][1:].isnan().all()
@@ -71,9 +71,8 @@ class Bench:
             tables[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks)
         places = [self.places(self.sequences[i], first, last) for i, first, last in spans]
         blocks, offsets = (torch.cat(column) for column in zip(*places, strict=True))
-        return AttentionBatch(
-            [last - first for _, first, last in spans], [last for _, _, last in spans], tables, blocks, offsets
-        )
+        lengths, ends = [last - first for _, first, last in spans], [last for _, _, last in spans]
+        return AttentionBatch(lengths, ends, [0] * len(spans), tables, blocks, offsets, window=None)
 
     def attend(self, spans: list[tuple[int, int, int]], query: torch.Tensor) -> torch.Tensor:
         keys, values = (
@@ -81,27 +80,16 @@ class Bench:
             for name in ("keys", "values")
         )
         plan = self.backend.prepare(self.batch(spans))
-        return self.backend.attend(query, keys, values, self.pages, plan, self.scaling)
-
-    def reference(self, index: int, first: int, last: int, query: torch.Tensor) -> torch.Tensor:
-        """float64: token t of the sequence sees its tokens 0 to t; query head h reads KV head h // group."""
-        sequence, group = self.sequences[index], self.num_heads // NUM_KV_HEADS
-        keys, values = (
-            half[:last].double().repeat_interleave(group, dim=1) for half in (sequence.keys, sequence.values)
-        )
-        scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * self.scaling
-        hidden = torch.arange(last)[None, :] > torch.arange(first, last)[:, None]
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+        return self.backend.attend(query, keys, values, self.pages, plan, self.options)
 
     def check(self, spans: list[tuple[int, int, int]], query: torch.Tensor, output: torch.Tensor) -> None:
         assert output.shape == query.shape
         assert output.dtype == self.dtype
-        assert output.isfinite().all(), "something that no request owns was read"
         start = 0
         for index, first, last in spans:
-            end = start + last - first
-            expected = self.reference(index, first, last, query[start:end])
-            torch.testing.assert_close(output[start:end].double(), expected, atol=TOLERANCE[self.dtype], rtol=0)
+            end, sequence = start + last - first, self.sequences[index]
+            expected = dense_attention(query[start:end], sequence.keys, sequence.values, first, None, self.options)
+            assert_equals_dense(output[start:end], expected)
             start = end
 
 
@@ -197,6 +185,52 @@ def test_a_pass_writes_its_own_tokens_and_nothing_else(page_size):
     query = bench.random(sum(last - first for _, first, last in spans), bench.num_heads)
     bench.attend(spans, query)
     assert torch.equal(bench.raw, expected)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_requests_share_pages_that_their_pass_writes(page_size, order):
+    """A prompt, another that begins with its first pages, and a decode after them, all in the pass that writes them."""
+    shared = 2 * page_size
+    bench = Bench(page_size, 2, 16, [shared + 7, shared + 5, shared + 1], seed=4)
+    for sequence in bench.sequences[1:]:
+        for mine, first in ((sequence.keys, bench.sequences[0].keys), (sequence.values, bench.sequences[0].values)):
+            mine[:shared] = first[:shared]
+        sequence.blocks[:2] = bench.sequences[0].blocks[:2]
+    spans = [(0, 0, shared + 7), (1, shared, shared + 5), (2, shared, shared + 1)]
+    spans = [spans[index] for index in order]
+    query = bench.random(sum(last - first for _, first, last in spans), bench.num_heads)
+    bench.check(spans, query, bench.attend(spans, query))
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_shared_pages_as_the_engine_lays_them_out(page_size):
+    """The cache matches what the pass is about to write; requests that leave do not harm those that stay."""
+    bench = EngineBench([FULL, FULL], None, page_size, share=True)
+    first = bench.add(3 * page_size + 2)
+    second, third = bench.add(3 * page_size + 9, (first, 3 * page_size)), bench.add(page_size + 1, (first, page_size))
+    bench.run([(first, 3 * page_size + 1), (second, 5), (third, 1)])
+    tables = [bench.cache.allocators[0].block_table(number) for number in range(3)]
+    assert tables[0][:3] == tables[1][:3]
+    assert tables[0][:1] == tables[2][:1]
+    bench.run([(second, 3), (first, 1)])
+    bench.finish(third)
+    bench.run([(second, 1)])
+
+
+@pytest.mark.parametrize("limit", [1, 2 * BUCKET, 5 * BUCKET])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_decodes_are_split_when_they_gather_too_much(page_size, limit, monkeypatch):
+    """No group gathers more than the limit, or it is a single request; the results stay the same."""
+    monkeypatch.setattr(sdpa, "MAX_GATHERED_TOKENS", limit)
+    lengths = [1 + 7 * number % (2 * BUCKET + 9) for number in range(24)]
+    spans = [(number, length - 1, length) for number, length in enumerate(lengths)]
+    bench = Bench(page_size, 2, 16, lengths, seed=5)
+    groups = bench.backend.prepare(bench.batch(spans)).decodes
+    assert all(group.pages.numel() * page_size <= limit or len(group.rows) == 1 for group in groups)
+    assert sorted(torch.cat([group.rows for group in groups]).tolist()) == list(range(24))
+    assert len(groups) == 24 if limit == 1 else 3 < len(groups) < 24
+    run_spans(bench, spans)
 
 
 @pytest.mark.parametrize("page_size", [4, 32])
