@@ -176,6 +176,8 @@ class PagedCache:
         return needed <= free_chunks
 
     def _grow_if_covered(self, request_id: int, missing: Demand) -> bool:
+        if not any(missing):  # most decodes, at most steps
+            return True
         if not self._covers(missing, self._num_free_chunks):
             return False
         for allocator, count in zip(self.allocators, missing, strict=True):

@@ -155,9 +155,12 @@ class Manager:
         batch = self.scheduler.schedule()
         while not batch:
             active = self.scheduler.active
-            assert active, "no request can be scheduled and none can leave: the scheduler is at fault"
-            # The last one leaves only to come back: its blocks may lie in more chunks than they need.
-            self._offload(choose_victims(batch, active, self.cache) or active)
+            victims = choose_victims(batch, active, self.cache)
+            if not victims:
+                # The last one leaves only to come straight back: its blocks lay in more chunks than they need.
+                assert len(active) == 1, "no request can be scheduled and none can leave: the scheduler is at fault"
+                victims = active
+            self._offload(victims)
             batch = self.scheduler.schedule()
         admitted = batch.admitted
         self.offloader.restore(admitted)

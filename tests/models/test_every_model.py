@@ -27,8 +27,8 @@ REASONS = {
     r"KV heads of different number or size": "KV heads that differ from layer to layer",
     r"share the KV of earlier ones": "layers that share the KV of earlier ones",
     r"attend more than once|attend through the cache": "layers that attend several times, or not at all",
-    r"other logits than each alone|a packed batch fails|of chosen tokens": "positions of its own, state beside attention, "
-    "or no packed batch",
+    r"other logits than each alone|a packed batch fails|of chosen tokens": "positions of its own, state beside "
+    "attention, or no packed batch",
     r"windows that its layers ask for": "a window in the config that its layers do not ask for",
 }
 # The families that people ask for first; whatever else changes, these are served.
