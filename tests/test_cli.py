@@ -171,6 +171,7 @@ def test_env() -> None:
         (["--chat-template-kwargs", '{"a": 1}'], "--chat-template-kwargs has no effect"),
         (["--max-memory-percent", 0.5, "--gpu-memory-utilization", 0.9], "--max-memory-percent has no effect"),
         (["--messages-column", "messages", "--chat"], "--chat has no effect"),
+        (["--cpu-offload-space", 0.01], "takes what the cache could have"),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else None,
 )

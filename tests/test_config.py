@@ -17,6 +17,8 @@ OUT_OF_RANGE = {
     "max_memory_percent": [0.0, -0.1, 1.0001, 90, NAN, float("inf")],
     "safety_margin": [-0.01, 1.0, 15, NAN, float("inf")],
     "scheduler_type": ["", "FIFO", "lifo"],
+    "allow_block_sharing": [],
+    "cpu_offload_space": [-0.1, NAN, float("inf")],
 }
 AT_THE_EDGE = {
     "page_size": [1, 4096],
@@ -26,6 +28,8 @@ AT_THE_EDGE = {
     "max_memory_percent": [1e-9, 1.0],
     "safety_margin": [0.0, 0.999],
     "scheduler_type": ["fifo"],
+    "allow_block_sharing": [True, False],
+    "cpu_offload_space": [0.0, 0.001, 512.0],
 }
 
 
@@ -49,6 +53,8 @@ def test_defaults_come_from_the_device(
         "max_memory_percent": max_memory_percent,
         "scheduler_type": "fifo",
         "safety_margin": 0.15,
+        "allow_block_sharing": True,
+        "cpu_offload_space": 0.0,
     }
 
 
@@ -58,6 +64,13 @@ def test_a_value_given_is_kept_and_changes_nothing_else(option, value, device_ty
     """The ends of each range are in it, and an option moves no other; a margin of 0 is not a missing one."""
     resolved = asdict(ContinuousBatchingConfig(**{option: value}).resolve(device_type))
     assert resolved == {**asdict(ContinuousBatchingConfig().resolve(device_type)), option: value}
+
+
+@pytest.mark.parametrize(("given", "margin"), [(None, 0.0), (0.3, 0.3)])
+def test_prefill_first_has_a_margin_of_its_own(given, margin):
+    """Its default keeps nothing back; a margin that is given holds for it too."""
+    config = ContinuousBatchingConfig(scheduler_type="prefill_first", safety_margin=given)
+    assert config.resolve("cpu").safety_margin == margin
 
 
 @pytest.mark.parametrize("device_type", DEVICES)

@@ -43,7 +43,9 @@ def test_imports_point_downwards(path: Path) -> None:
                 assert FLOOR_OF[name.split(".")[1]] <= own, f"{path.name} imports {name}, which is above it"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["size", "--help"], ["env", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["size", "--help"], ["env", "--help"], ["--version"]]
+)
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     """The help of every command works without torch, transformers, pyarrow or numpy in the process."""
     code = (

@@ -19,6 +19,13 @@ EXPERTS = 4
 WINDOW = 16  # shorter than the tests' prompts, so that what has left the window is missed
 
 
+# The families that people ask for first; whatever else changes, these are served.
+PROMISED = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss", "phi3"),
+    *("cohere2", "olmo2", "gpt2", "gpt_neox", "opt", "stablelm", "mixtral", "smollm3", "granite"),
+)
+
+
 def _all(value: Any, names: str) -> dict[str, Any]:
     return dict.fromkeys(names.split(), value)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from engine_harness import Prompt, engine_for, greedy_requests, mixed_prompts, run_all
-from models.causal_zoo import MODEL_TYPES, NOT_BUILT, build
+from models.causal_zoo import MODEL_TYPES, NOT_BUILT, PROMISED, build
 from tiny_models import ModelUnderTest
 
 from cbgen.config import SLIDING_ATTENTION
@@ -31,12 +31,6 @@ REASONS = {
     "attention, or no packed batch",
     r"windows that its layers ask for": "a window in the config that its layers do not ask for",
 }
-# The families that people ask for first; whatever else changes, these are served.
-PROMISED = (
-    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss", "phi3"),
-    *("cohere2", "olmo2", "gpt2", "gpt_neox", "opt", "stablelm", "mixtral", "smollm3", "granite"),
-)
-
 outcomes: dict[str, str] = {}
 
 
