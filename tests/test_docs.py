@@ -15,7 +15,11 @@ from cbgen.jobspec import JobSpec, build_spec
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-RUN_OPTIONS = {name for option in get_command(app).commands["run"].params for name in option.opts}
+COMMANDS = get_command(app).commands
+OPTIONS = {
+    name for command in COMMANDS.values() for option in command.params for name in option.opts + option.secondary_opts
+}
+LAST_LINES = {"run": "Throughput: ", "size": "fits "}
 
 
 def commands() -> list[tuple[list[str], int]]:
@@ -37,16 +41,16 @@ def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for arguments, code in commands():
         result = cbgen(*arguments)
         assert result.exit_code == code, (arguments, result.output)
-        assert result.stdout.splitlines()[-1].startswith("Throughput: ")
+        assert result.stdout.splitlines()[-1].startswith(LAST_LINES[arguments[0]])
     for language, block in BLOCKS:
         if language == "python":
             exec(block, {})
 
 
 def test_readme_names_options_that_exist() -> None:
-    """Every option in the README is one of `cbgen run`, or of pip."""
+    """Every option in the README is one of a command, or of pip."""
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - {"--help", "--no-deps"}
-    assert named <= RUN_OPTIONS, named - RUN_OPTIONS
+    assert named <= OPTIONS, named - OPTIONS
     assert len(named) > 20
 
 
@@ -58,13 +62,13 @@ def test_readme_names_every_output_column() -> None:
 
 def test_job_spec_has_every_option() -> None:
     """Every option of `run` can stand in a job spec, and the other way round."""
-    options = {option.name for option in get_command(app).commands["run"].params}
+    options = {option.name for option in COMMANDS["run"].params}
     assert options - {"help"} == set(JobSpec.model_fields)
 
 
 def test_defaults_are_the_same_everywhere() -> None:
     """The command line's defaults are the job spec's."""
-    for option in get_command(app).commands["run"].params:
+    for option in COMMANDS["run"].params:
         field = JobSpec.model_fields.get(option.name or "")
         if field is not None and not field.is_required() and option.name != "chat_template_kwargs":
             assert option.default == field.default, option.name
