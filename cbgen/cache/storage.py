@@ -1,10 +1,15 @@
 """The bytes behind the blocks."""
 
+from collections.abc import Iterator
+
 import torch
 
 from cbgen.cache.layout import CacheLayout
 from cbgen.cache.pool import READ_RESERVE_CHUNK
 from cbgen.kernels.backend import AttentionBackend
+
+# Pages on their way to another place are gathered first, so many bytes at a time.
+MAX_STAGED_BYTES = 64 << 20
 
 
 class KVStorage:
@@ -26,7 +31,14 @@ class KVStorage:
         self.layers = [backend.view_pages(self.pages[places[layer] :]) for layer in sorted(places)]
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies pages (from, to), all at once; no page is both."""
-        if pairs:
-            sources, targets = torch.tensor(pairs, device=self.pages.device).T
-            self.pages[targets] = self.pages[sources]
+        """Copies pages (from, to), all of one call at once; no page is both."""
+        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+        for own, other in self.staged(sources, targets):
+            self.pages[other.to(self.pages.device)] = self.pages[own]
+
+    def staged(self, pages: list[int], places: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pieces of both lists, each small enough to gather: an index of these pages, and one on the CPU of places."""
+        step = max(1, MAX_STAGED_BYTES // self.pages.shape[1])
+        for first in range(0, len(pages), step):
+            own = torch.tensor(pages[first : first + step], device=self.pages.device)
+            yield own, torch.tensor(places[first : first + step])

@@ -20,7 +20,7 @@ class SwapPool:
     def __init__(self, num_bytes: int, storage: KVStorage):
         page_bytes, device = storage.pages.shape[1], storage.pages.device
         self.num_slots = num_bytes // page_bytes
-        self._pages = storage.pages
+        self._storage = storage
         self._buffer = torch.empty(self.num_slots, page_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._slots: dict[int, list[int]] = {}  # request id -> slots of its pages, in order
@@ -41,8 +41,8 @@ class SwapPool:
                 pages += request_pages
                 slots += own
                 stored.add(request_id)
-        if slots:
-            self._buffer[torch.tensor(slots)] = self._pages[self._index(pages)].to(self._buffer.device)
+        for page_index, slot_index in self._storage.staged(pages, slots):
+            self._buffer[slot_index] = self._storage.pages[page_index].to(self._buffer.device)
         return stored
 
     def restore(self, pages_of: dict[int, list[int]]) -> None:
@@ -56,17 +56,14 @@ class SwapPool:
             own = self._slots[request_id]
             pages += request_pages
             slots += own[len(own) - len(request_pages) :]
-        if pages:
-            self._pages[self._index(pages)] = self._buffer[torch.tensor(slots)].to(self._pages.device)
+        for page_index, slot_index in self._storage.staged(pages, slots):
+            self._storage.pages[page_index] = self._buffer[slot_index].to(self._storage.pages.device)
         for request_id in pages_of:
             self.discard(request_id)
 
     def discard(self, request_id: int) -> None:
         """Forgets a request; one that is not here is fine."""
         self._free += self._slots.pop(request_id, [])
-
-    def _index(self, pages: list[int]) -> torch.Tensor:
-        return torch.tensor(pages, device=self._pages.device)
 
     def check_integrity(self, expected_ids: set[int]) -> None:
         """Asserts that each slot is free or of one request, and that exactly the expected requests are here."""
