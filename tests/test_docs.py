@@ -86,3 +86,15 @@ def test_sample_files_are_small() -> None:
     sizes = {path.name: path.stat().st_size for path in (REPOSITORY / "sample_data").iterdir() if path.is_file()}
     assert len(sizes) >= 10
     assert max(sizes.values()) < 60_000, sizes
+
+
+def test_specification_names_what_exists() -> None:
+    """Every module and every test in docs/specification.md is there."""
+    text = (REPOSITORY / "docs" / "specification.md").read_text(encoding="utf-8")
+    modules = re.findall(r"`([\w/]+\.py)`", text)
+    tests = re.findall(r"`([\w/]+\.py)::(\w+)`", text)
+    assert len(modules) > 50 < len(tests)
+    for module in modules:
+        assert any((REPOSITORY / folder / module).is_file() for folder in ("cbgen", "tests", ".")), module
+    for file, name in tests:
+        assert f"def {name}(" in (REPOSITORY / "tests" / file).read_text(encoding="utf-8"), (file, name)
