@@ -74,17 +74,19 @@ def run_all(
 ) -> list[RequestState]:
     """Runs requests and their forks until each has finished, and returns the requests.
 
-    between_steps: called after every step, for instance to cancel somebody.
+    between_steps: called before every step and after the last, for instance to cancel somebody.
     """
     manager, source = engine.manager, ListSource(requests)
     watch = Watch(engine, requests)
     while manager.scheduler.has_work or not source.exhausted:
         ended = manager.pull(source)
-        if manager.scheduler.has_work:
-            ended += manager.step()
         if between_steps is not None:
             between_steps(manager)
+        if manager.scheduler.has_work:
+            ended += manager.step()
         watch.check_step(ended)
+    if between_steps is not None:
+        between_steps(manager)
     watch.check_end()
     return requests
 
