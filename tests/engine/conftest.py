@@ -1,0 +1,25 @@
+"""Fixtures of the engine's tests."""
+
+import pytest
+from engine.outgrown_harness import Choice
+
+import cbgen.engine.manager
+from cbgen.cache.paged_cache import PagedCache
+from cbgen.engine.offloading import choose_victims
+from cbgen.engine.requests import RequestState
+from cbgen.engine.scheduler import ScheduledBatch
+
+
+@pytest.fixture
+def choices(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
+    """Filled while an engine runs: what the manager asked choose_victims, and what it answered."""
+    seen: list[Choice] = []
+
+    def watched(batch: ScheduledBatch, active: list[RequestState], cache: PagedCache) -> list[RequestState]:
+        victims = choose_victims(batch, active, cache)
+        stalled = [request for request, _ in batch.stalled]
+        seen.append(Choice([entry.request for entry in batch.scheduled], stalled, active, victims))
+        return victims
+
+    monkeypatch.setattr(cbgen.engine.manager, "choose_victims", watched)
+    return seen
