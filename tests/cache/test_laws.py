@@ -234,7 +234,7 @@ class Laws(RuleBasedStateMachine):
 
 
 KINDS = [
-    pytest.param(layout_of(2, page_size=PAGE_SIZE), 8, True, id="full, sharing"),
+    pytest.param(layout_of(2, page_size=PAGE_SIZE), 11, True, id="full, sharing"),
     pytest.param(layout_of(2, page_size=PAGE_SIZE), 10, False, id="full"),
     pytest.param(layout_of(2, 3, window=3, page_size=PAGE_SIZE), 6, True, id="hybrid, several blocks a chunk"),
     pytest.param(layout_of(0, 2, window=9, page_size=PAGE_SIZE), 9, True, id="sliding"),
@@ -265,7 +265,7 @@ def check_variety(seen: Counter[str], layout: CacheLayout, sharing: bool, num_st
 @pytest.mark.parametrize(("layout", "num_data_chunks", "sharing"), KINDS)
 def test_random_steps_keep_the_laws(layout, num_data_chunks, sharing):
     """All that a cache does, in any order; after each step the laws hold and every token reads its own past."""
-    check_variety(run(45, 120, layout, num_data_chunks, sharing), layout, sharing, 2_000)
+    check_variety(run(60, 120, layout, num_data_chunks, sharing), layout, sharing, 2_000)
 
 
 @pytest.mark.long

@@ -149,6 +149,17 @@ class TestWaiting:
         assert not cache.match(2, longer).must_wait
         cache.check_integrity({2})
 
+    def test_a_promise_is_dropped_only_by_who_gave_it(self):
+        """Request 1 needs the second page too, all of it its own; when it fails, request 0 is still about to write."""
+        cache, prompt = self.admit_first_block(), list(self.PROMPT)
+        match = cache.match(1, prompt[:8])
+        assert (match.blocks, match.must_wait) == (table(cache, 0), False)
+        assert cache.admit(1, prompt[:8], 7, match)
+        cache.register(1, prompt[:8], 7)
+        cache.release(1)
+        assert cache.match(2, prompt).must_wait
+        cache.check_integrity({2})
+
 
 def fill_one_by_one(cache: PagedCache, request_id: int, count: int) -> list[list[int]]:
     """A request grows block by block; the initialized ones after each."""
