@@ -59,6 +59,20 @@ def test_options_in_bfloat16_equal_dense_attention(kind, window):
         run(bench_of(window, 16, **options), passes)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hidden_key_weighs_nothing_at_all(kind, window):
+    """With one-hot values the output names the keys that took part, however little: the visible ones, no other."""
+    bench = bench_of(window, head_dim=64, **kind)
+    sequence, tokens = bench.add(60), torch.arange(60)
+    for _, _, values in sequence.layers:
+        values[:] = torch.eye(60, 64)[:, None]
+    output = torch.cat([bench.run([(sequence, length)])[0] for length in (20, 1, 33, *[1] * 6)])
+    distance = tokens[:, None] - tokens
+    seen = (distance >= 0) & (distance < (window or 60))
+    assert torch.equal(output[..., :60] > 0, seen[:, None].expand(-1, bench.num_heads, -1))
+
+
 @pytest.mark.parametrize("limit", [1, 1000])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("kind", KINDS)
