@@ -1,9 +1,14 @@
 """The manager on real tiny models: what ends a request, what fails one, and what is left behind."""
 
+from dataclasses import replace
+
+import pytest
 import torch
-from engine_harness import Prompt, engine_for, greedy_requests, mixed_prompts, run_all
+from engine.outgrown_harness import options_for, outgrowing_prompts
+from engine_harness import Prompt, assert_parity, engine_for, greedy_requests, mixed_prompts, run_all
 from tiny_models import ModelUnderTest, build
 
+from cbgen.engine.manager import ListSource
 from cbgen.engine.metrics import request_times
 from cbgen.engine.requests import FinishReason, RequestState, SamplingParams
 
@@ -24,7 +29,7 @@ def test_stops_at_any_eos_token(tiny_llama: ModelUnderTest) -> None:
 
 
 def test_a_request_that_can_never_fit_fails_before_it_starts(tiny_llama: ModelUnderTest) -> None:
-    """It names both lengths, and the others complete."""
+    """A single request that can never fit: error row before it starts, which names both lengths; others complete."""
     prompts = [Prompt([5] * 10, 4), Prompt([5] * 600, 4), Prompt([5] * 200, 100), Prompt([6] * 10, 4)]
     good, too_long, too_large, also_good = run_all(engine_for(tiny_llama, num_blocks=8), greedy_requests(prompts))
     assert good.finish_reason is also_good.finish_reason is FinishReason.LENGTH
@@ -45,7 +50,7 @@ def test_a_request_as_large_as_the_cache_runs(tiny_llama: ModelUnderTest) -> Non
 
 
 def test_non_finite_logits_fail_their_row_alone() -> None:
-    """A row that turns NaN becomes an error; its neighbours, and those that take its blocks over, do not notice."""
+    """Non-finite logits in one row: an error row; its neighbours, and those that get its pages next, are unharmed."""
     model = build("llama")
     poison = 9
     under_test = ModelUnderTest.of("llama", model, frozenset())
@@ -65,33 +70,59 @@ def test_non_finite_logits_fail_their_row_alone() -> None:
             under_test.assert_parity(prompt.token_ids, prompt.max_tokens, request.generated_ids)
 
 
-def test_a_second_job_in_the_same_engine_is_as_the_first(tiny_llama: ModelUnderTest) -> None:
-    """No state is left over between two runs of one manager."""
-    engine = engine_for(tiny_llama, num_blocks=24)
-    prompts = mixed_prompts(10, 320, seed=4)
-    first = run_all(engine, greedy_requests(prompts))
-    second = run_all(engine, greedy_requests(prompts, first_id=100))
-    assert [r.generated_ids for r in first] == [r.generated_ids for r in second]
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("cpu_offload_space", [0.0, 0.01], ids=["soft reset", "swap"])
+def test_a_second_job_in_the_same_engine_is_as_the_first(
+    request: pytest.FixtureRequest, name: str, cpu_offload_space: float
+) -> None:
+    """A second job in the same process is as the first, no state left over: also with the ids of the first one."""
+    under_test: ModelUnderTest = request.getfixturevalue(f"tiny_{name}")
+    engine = engine_for(under_test, cpu_offload_space=cpu_offload_space, **options_for(name))
+    prompts = outgrowing_prompts()
+    before = replace(engine.manager.metrics)
+    jobs = []
+    for _ in range(2):
+        requests = run_all(engine, greedy_requests(prompts))
+        now = engine.manager.metrics
+        counts = (now.num_steps - before.num_steps, now.offloads - before.offloads)
+        jobs.append(([r.generated_ids for r in requests], None if engine.manager.cache.shares_blocks else counts))
+        before = replace(now)
+    assert jobs[0] == jobs[1]
+    assert_parity(under_test, prompts, requests)
 
 
-def test_sampled_rows_do_not_depend_on_the_batch(tiny_llama: ModelUnderTest) -> None:
-    """Temperature, top-k and top-p rows with seeds of their own give the same tokens alone and in any company."""
-    prompts = mixed_prompts(10, 320, seed=5)
-    params = [
-        SamplingParams(
-            prompt.max_tokens, temperature=0.8 + 0.1 * (n % 3), top_k=5 * (n % 2), top_p=1 - 0.2 * (n % 4 == 3), seed=n
-        )
-        for n, prompt in enumerate(prompts)
+def test_two_engines_of_one_model_do_not_disturb_each_other(tiny_gemma3: ModelUnderTest) -> None:
+    """Stepped by turns, each serves its own requests from its own cache."""
+    prompts = mixed_prompts(8, 320, longest=60, seed=4)
+    halves = [prompts[::2], prompts[1::2]]
+    jobs = [
+        (engine_for(tiny_gemma3, page_size=size).manager, greedy_requests(half))
+        for size, half in zip((5, 16), halves, strict=True)
     ]
+    for manager, requests in jobs:
+        manager.pull(ListSource(requests))
+    while any(manager.scheduler.has_work for manager, _ in jobs):
+        for manager, _ in jobs:
+            if manager.scheduler.has_work:
+                manager.step()
+                manager.check_integrity()
+    for half, (_, requests) in zip(halves, jobs, strict=True):
+        assert_parity(tiny_gemma3, half, requests)
 
-    def run(**options: object) -> list[list[int]]:
-        requests = [RequestState(n, list(p.token_ids), s) for n, (p, s) in enumerate(zip(prompts, params, strict=True))]
-        return [request.generated_ids for request in run_all(engine_for(tiny_llama, **options), requests)]
 
-    alone = run(max_requests_per_batch=1)
-    assert run(max_requests_per_batch=64) == alone
-    assert run(max_requests_per_batch=5, max_batch_tokens=16) == alone
-    assert run(num_blocks=14, safety_margin=0.0) == alone
+def test_requests_are_pulled_while_few_wait(tiny_llama: ModelUnderTest) -> None:
+    """Of a long source only as many are taken as the queue may hold, and all come out, each as soon as it is done."""
+    engine = engine_for(tiny_llama, max_requests_per_batch=2)
+    source = ListSource(greedy_requests([Prompt([5 + n], 1 + n % 4) for n in range(30)]))
+    most = 0
+    finished = []
+    for request in engine.manager.run(source):
+        assert request.is_finished
+        most = max(most, engine.manager.scheduler.num_waiting)
+        finished.append(request.request_id)
+    assert sorted(finished) == list(range(30))
+    assert finished != sorted(finished), "in the order of finishing"
+    assert most == 2 * 2
 
 
 def test_timing_of_every_request_adds_up(tiny_llama: ModelUnderTest) -> None:
