@@ -40,10 +40,10 @@ def test_the_plan_is_the_one_that_a_run_makes(num_blocks: int | None) -> None:
     """The blocks and chunks printed are those of an engine built for the same memory."""
     options = ContinuousBatchingConfig(num_blocks=num_blocks, page_size=16, max_requests_per_batch=8).resolve("cpu")
     description = describe("tiny-random", None, "float32", CPU)
-    memory_bytes = (1 << 27) + weight_bytes(description)
+    memory_bytes = (1 << 28) + weight_bytes(description)
     lines = size_lines(description, options, memory_bytes, None, [100], swap_shares_memory=True)
     model, shape = load(description, CPU)
-    engine = build_engine(model, shape, torch.float32, options, frozenset(), CPU, 1 << 27)
+    engine = build_engine(model, shape, torch.float32, options, frozenset(), CPU, 1 << 28)
     assert f"{engine.config.num_blocks} blocks of 16 tokens, in {engine.plan.num_chunks} chunks" in lines["cache"]
     assert lines["fits"].startswith(f"{engine.config.num_blocks // 7:,} requests of 100 tokens")
 
@@ -51,7 +51,7 @@ def test_the_plan_is_the_one_that_a_run_makes(num_blocks: int | None) -> None:
 def test_more_memory_fits_more_requests() -> None:
     """The command prints how many requests fit, and gives a line for a length that is asked for."""
     counts = []
-    for memory in ("128MiB", "160MiB"):
+    for memory in ("320MiB", "352MiB"):
         result = cbgen("size", "--model", "tiny-random", "--memory", memory, "--tokens", "2048", "--page-size", 32)
         assert result.exit_code == 0, result.output
         counts.append(int(re.search(r"fits +([\d,]+) requests of 2,048 tokens", result.stdout)[1].replace(",", "")))
@@ -62,7 +62,7 @@ def test_more_memory_fits_more_requests() -> None:
     ("options", "code", "words"),
     [
         (["--memory", "1KiB"], 1, "weights of tiny-random alone take"),
-        (["--memory", "46MiB", "--num-blocks", "1000000"], 1, "room for"),
+        (["--memory", "200MiB", "--num-blocks", "1000000"], 1, "room for"),
         (["--memory", "many"], 2, "--memory many"),
         (["--tokens", "9999"], 2, "--tokens 9999"),
         (["--cpu-offload-space", "-1"], 2, "cpu_offload_space"),

@@ -18,7 +18,7 @@ class AttentionBatch:
         holds its token first_tokens[r], a multiple of page_size (0 for full attention). It ends with the page of its
         last token; for a sliding layer and several query tokens, with the page of the last token before those.
     write_pages, write_offsets: [T], page and place within it where the KV of each query token goes. Tokens of a sliding
-        layer that no later one will see go to the write reserve.
+        layer whose place a later one of the same pass takes go to the write reserve.
     window: how many tokens one sees, itself included; None: all.
     """
 

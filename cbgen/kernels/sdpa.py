@@ -12,7 +12,7 @@ from cbgen.kernels.backend import AttentionBatch, AttentionOptions, align_bytes
 DECODE_BUCKET_TOKENS = 64
 MAX_GATHERED_TOKENS = 32_768
 # Scores that are in memory at once where they are computed here and not by torch's fused attention.
-MAX_SCORES = 1 << 24
+MAX_SCORES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,12 @@ class SdpaAttention:
         self.page_bytes = align_bytes(2 * self._half_bytes)
 
     def workspace_bytes(self, max_batch_tokens: int, max_model_len: int) -> int:
-        """Gathered decodes, or one request's history twice, and its mask; scores. See AttentionBackend."""
+        """See AttentionBackend. K and V of what is read are in memory up to three times: gathered, joined or laid out
+        anew for the product, and once more where query heads share them. Scores are float32, three at once."""
         token_bytes = -(-self.page_bytes // self._page_size)
-        history = 2 * (max_model_len + max_batch_tokens) * token_bytes + max_batch_tokens * max_model_len
-        return max(MAX_GATHERED_TOKENS * token_bytes, history) + 2 * MAX_SCORES
+        decodes = 2 * MAX_GATHERED_TOKENS * token_bytes
+        prefill = 3 * (max_model_len + max_batch_tokens) * token_bytes + max_batch_tokens * max_model_len
+        return max(decodes, prefill) + 3 * 4 * MAX_SCORES
 
     def view_pages(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """raw: uint8 [num_pages, page_bytes]. Returns K and V, each [num_pages, page_size, kv_heads, head_dim]."""

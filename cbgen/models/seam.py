@@ -45,9 +45,9 @@ class _Trial:
         scaling: float | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        window = effective_window(options.get("sliding_window"), self.max_model_len)
+        window = options.get("sliding_window")
         self.layers.append(layer)
-        self.windows.append(window)
+        self.windows.append(effective_window(window, self.max_model_len))
         self.kv_shapes.add((key.shape[1], key.shape[3], value.shape[3]))
         asked = attention_options(query.shape[-1], scaling, options)
         pieces = zip(*(tensor[0].transpose(0, 1).split(TRIAL_LENGTHS) for tensor in (query, key, value)), strict=True)
@@ -151,7 +151,7 @@ def refuse_by_config(config: Any, max_model_len: int, name: str) -> None:
         raise _refused(name, f"its last {config.num_kv_shared_layers} layers share the KV of earlier ones")
     parameters = getattr(config, "rope_parameters", None) or {}
     for group in [parameters, *(group for group in parameters.values() if isinstance(group, dict))]:
-        rope_type, own = group.get("rope_type"), config.max_position_embeddings
+        rope_type, own = group.get("rope_type"), getattr(config, "max_position_embeddings", max_model_len)
         limit = min(own, group.get("original_max_position_embeddings") or own)
         if rope_type in ROPE_TYPES_BY_LONGEST_ROW and max_model_len > limit:
             raise _refused(

@@ -223,7 +223,6 @@ def test_what_cannot_be_served_is_refused(config: PretrainedConfig, reason: str)
     assert_refused(model_of(config), reason)
 
 
-@pytest.mark.xfail(raises=AttributeError, strict=True, reason="max_position_embeddings is read from every config")
 def test_a_config_without_a_longest_position_is_refused_in_one_line() -> None:
     """BLOOM's has none: positions are biases by distance, which have no end."""
     assert_refused(model_of(BloomConfig(vocab_size=320, hidden_size=64, n_layer=2, n_head=4)), "attention interface")
