@@ -110,13 +110,15 @@ class Manager:
     def cancel(self, request: RequestState) -> None:
         """Ends a request that is waiting or active; it holds nothing afterwards. Its forks go on without it."""
         heirs, request.forks = request.forks, []
-        self.scheduler.remove(request)
+        leader = next((other for other in self.scheduler.unfinished if request in other.forks), None)
+        if leader is not None:
+            leader.forks.remove(request)
+        else:
+            self.scheduler.remove(request)
         self.cache.release(request.request_id)
         self.offloader.discard(request)
         request.finish(FinishReason.ERROR, time.perf_counter(), "cancelled")
-        if heirs:
-            heirs[0].forks = heirs[1:]
-            self.scheduler.add_first(heirs[:1])
+        self._queue_forks(heirs)
 
     def check_integrity(self) -> None:
         """Asserts the laws of the cache and of the queues; tests call it after every step."""
@@ -189,7 +191,7 @@ class Manager:
         """
         forks, parent.forks = parent.forks, []
         started = 0
-        while started < len(forks) and self._may_fork():
+        while started < len(forks) and self.scheduler.may_start_fork:
             fork = forks[started]
             pairs = self.cache.fork(parent.request_id, fork.request_id, fork.num_prompt_tokens)
             if pairs is None:
@@ -199,11 +201,14 @@ class Manager:
             fork.start_as_fork(parent)
             self.scheduler.activate(fork)
             started += 1
-        self.scheduler.add_first(forks[started:])
+        self._queue_forks(forks[started:])
         return forks[:started]
 
-    def _may_fork(self) -> bool:
-        return self.scheduler.above_margin and self.scheduler.has_room_for_active
+    def _queue_forks(self, forks: list[RequestState]) -> None:
+        """The first of them computes the prompt once more, or takes over what the cache has of it, for the others."""
+        if forks:
+            forks[0].forks = forks[1:]
+            self.scheduler.add_first(forks[0])
 
     def _apply(
         self, batch: ScheduledBatch, sampling: list[RequestState], token_ids: list[int | None]

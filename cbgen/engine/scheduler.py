@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice, takewhile
 
 from cbgen.cache.paged_cache import NO_MATCH, Demand, PagedCache
 from cbgen.cache.prefix_cache import PrefixMatch
@@ -124,26 +124,32 @@ class Scheduler(ABC):
         return list(self._active.values())
 
     @property
+    def unfinished(self) -> Iterator[RequestState]:
+        return chain(self._active.values(), self._waiting)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._active)
 
     @property
-    def above_margin(self) -> bool:
-        """Whether enough of the cache is free for more than decodes."""
-        return self._cache.free_share >= self._config.safety_margin
+    def may_start_fork(self) -> bool:
+        """Whether one more new request may become active now, without having waited in the queue."""
+        held = self._admission_held or (bool(self._waiting) and self._waiting[0].was_offloaded)
+        return not held and len(self._active) < self._config.max_requests_per_batch and self._above_margin
 
     @property
-    def has_room_for_active(self) -> bool:
-        """Whether one more active request would find a place in a forward pass."""
-        return len(self._active) < self._config.max_requests_per_batch
+    def _above_margin(self) -> bool:
+        """Whether enough of the cache is free for more than decodes."""
+        return self._cache.free_share >= self._config.safety_margin
 
     def add(self, request: RequestState) -> None:
         """A new request joins the end of the queue."""
         self._waiting.append(request)
 
-    def add_first(self, requests: list[RequestState]) -> None:
-        """New requests that have waited elsewhere join the head of the queue, in order."""
-        self._waiting.extendleft(reversed(requests))
+    def add_first(self, request: RequestState) -> None:
+        """A new request that has waited elsewhere comes before the other new ones, after those that were offloaded."""
+        offloaded = self._take_offloaded()
+        self._waiting.extendleft([request, *reversed(offloaded)])
 
     def activate(self, request: RequestState) -> None:
         """A request got its cache without waiting, as a fork of an active one."""
@@ -163,10 +169,18 @@ class Scheduler(ABC):
         Admission then waits until something finishes: blocks come free in no other way, and a request let in before
         would only be offloaded again. When nothing is left active, one is let in, and runs alone until then.
         """
-        for request in sorted(requests, key=lambda request: request.request_id, reverse=True):
+        for request in requests:
             del self._active[request.request_id]
-            self._waiting.appendleft(request)
+        returning = sorted([*self._take_offloaded(), *requests], key=lambda request: request.request_id)
+        self._waiting.extendleft(reversed(returning))
         self._admission_held = True
+
+    def _take_offloaded(self) -> list[RequestState]:
+        """Removes the offloaded requests from the queue, whose head they are."""
+        offloaded = list(takewhile(lambda waiting: waiting.was_offloaded, self._waiting))
+        for _ in offloaded:
+            self._waiting.popleft()
+        return offloaded
 
     def schedule(self) -> ScheduledBatch:
         """Plans one forward pass and allocates what it needs."""
@@ -178,7 +192,7 @@ class Scheduler(ABC):
             if budget.is_spent:
                 return batch
             exempt = request.status is RequestStatus.DECODING or not (decoding or batch)
-            if exempt or self.above_margin:
+            if exempt or self._above_margin:
                 self._schedule_active(request, budget, batch)
         if not batch.stalled:
             self._admit_waiting(budget, batch, may_exceed_margin=not decoding)
@@ -248,7 +262,7 @@ class Scheduler(ABC):
             if budget.is_spent or num_skipped == MAX_SKIPPED_PER_STEP:
                 break
             exempt = may_exceed_margin and not batch
-            if not (exempt or self.above_margin):
+            if not (exempt or self._above_margin):
                 break
             match = self._cache.match(request.request_id, request.token_ids)
             if match.must_wait:  # for the prefill of a shared prefix, which is on its way

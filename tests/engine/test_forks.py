@@ -110,7 +110,8 @@ def test_forks_respect_the_margin(tiny_llama: ModelUnderTest) -> None:
     manager.pull(ListSource([leader]))
     manager.step()
     assert manager.scheduler.active == members[:3], "3 of 8 blocks, then 4, then 5: that is below one half"
-    assert manager.scheduler.waiting == members[3:]
+    assert manager.scheduler.waiting == members[3:4]
+    assert members[3].forks == members[4:]
     while manager.scheduler.has_work:
         manager.step()
         manager.check_integrity()

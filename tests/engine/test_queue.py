@@ -148,7 +148,6 @@ def test_nobody_new_passes_an_offloaded_request() -> None:
     assert world.step() == [(1, 13), (3, 1)]
 
 
-@pytest.mark.xfail(strict=True, reason="who is offloaded later is put in front of who was before, whatever their age")
 def test_whoever_was_offloaded_earlier_does_not_return_after_a_newer_one() -> None:
     """Offloaded at two occasions, the newer one last: the oldest still comes back first."""
     world = World(5)
