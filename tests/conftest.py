@@ -2,12 +2,16 @@
 
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import CONFIGS, PARITY, ModelUnderTest, build
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # one of several that share the cores, as do the processes it starts
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", params=list(CONFIGS))
@@ -45,6 +49,17 @@ def smollm2() -> ModelUnderTest:
 
     model = AutoModelForCausalLM.from_pretrained(description.location, dtype=torch.float32).eval()
     return ModelUnderTest.of(loading.SMOLLM2, model, description.eos_token_ids)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands its count of compared rows to the process that reports."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["parity"] = dict(PARITY)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    PARITY.update(getattr(node, "workeroutput", {}).get("parity", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
