@@ -58,9 +58,12 @@ class Memory:
                     self.page(block + place)[position % self._cache.page_size] = (layer, content)
 
     def check_reads(self, request_id: int, request: Request) -> None:
-        """All that the next token sees, in every layer, is what the request's own tokens would have written."""
+        """All that the last token sees, in every layer, is what the request's own tokens would have written.
+
+        The next one sees no more of it. A ring holds the whole window, the last token included.
+        """
         for allocator in self._cache.allocators:
-            for position in range(allocator.group.first_visible(request.num_written), request.num_written):
+            for position in range(allocator.group.first_visible(request.num_written - 1), request.num_written):
                 block, expected = self._block(allocator, request_id, position), request.prefix(position + 1)
                 for place, layer in enumerate(allocator.group.layers):
                     found = self.page(block + place)[position % self._cache.page_size]
