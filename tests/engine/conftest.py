@@ -1,5 +1,8 @@
 """Fixtures of the engine's tests."""
 
+import sys
+from collections.abc import Callable
+
 import pytest
 from engine.outgrown_harness import Choice
 
@@ -23,3 +26,14 @@ def choices(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
 
     monkeypatch.setattr(cbgen.engine.manager, "choose_victims", watched)
     return seen
+
+
+@pytest.fixture
+def show(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Prints a figure for whoever runs the tests; on stderr, which workers have in common."""
+
+    def shown(figure: str) -> None:
+        with capsys.disabled():
+            print(f"\n  {figure}", file=sys.stderr)
+
+    return shown

@@ -30,7 +30,7 @@ def cancel_when(request: RequestState, status: RequestStatus):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("place", [0, 2, 3])
+@pytest.mark.parametrize("place", [0, 3])
 @pytest.mark.parametrize("status", [RequestStatus.PENDING, RequestStatus.PREFILLING, RequestStatus.DECODING])
 def test_cancel_in_any_state(request: pytest.FixtureRequest, name: str, place: int, status: RequestStatus) -> None:
     """Waiting, in its prompt or generating: it ends there, and the others come out as ever."""
@@ -93,7 +93,7 @@ def test_cancel_of_the_last_active_request_while_offloaded_ones_wait(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cpu_offload_space", [0.0, 0.01], ids=["soft reset", "swap"])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 def test_cancels_at_random(request: pytest.FixtureRequest, name: str, cpu_offload_space: float, seed: int) -> None:
     """Any request at any moment, in a cache too small for all: laws hold after each step, survivors are right."""
     under_test: ModelUnderTest = request.getfixturevalue(f"tiny_{name}")

@@ -35,10 +35,10 @@ def watch_last_ones(manager: Manager, seen: list[tuple[RequestState, list[int]]]
 
 @pytest.mark.parametrize(("num_chunks", "window", "lengths", "max_tokens"), CASES)
 @pytest.mark.parametrize("scheduler_type", ["fifo", "prefill_first"])
-def test_the_last_one_leaves_comes_back_and_runs_alone(
+def test_the_last_one_leaves_and_one_runs_alone(
     num_chunks: int, window: int, lengths: list[int], max_tokens: int, scheduler_type: str
 ) -> None:
-    """On integers: its blocks lie in more chunks than they need, so it starts over, alone until it is done."""
+    """On integers: its blocks lie in more chunks than they need; the oldest starts over, alone until it is done."""
     world = World(num_chunks, layout_of(NUM_FULL, NUM_SLIDING, window), scheduler_type=scheduler_type)
     requests = world.add(*lengths, max_tokens=max_tokens)
     seen: list[tuple[RequestState, list[int]]] = []
@@ -46,11 +46,12 @@ def test_the_last_one_leaves_comes_back_and_runs_alone(
     while not seen:
         world.step()
     last, owned = seen[0]
-    assert world.cache.layout.chunks_for_tokens(last.num_prompt_tokens + max_tokens - 1) <= num_chunks
     assert sum(owned) > 0
-    while not last.is_finished:
-        assert world.scheduler.active == [last]
-        assert [request_id for request_id, _ in world.step()] == [last.request_id]
+    assert world.cache.layout.chunks_for_tokens(last.num_prompt_tokens + max_tokens - 1) <= num_chunks
+    alone = next(request for request in requests if not request.is_finished)
+    while not alone.is_finished:
+        assert world.scheduler.active == [alone]
+        assert [request_id for request_id, _ in world.step()] == [alone.request_id]
     assert len(seen) == 1, "alone from the start, its blocks lie as closely as they can"
     world.run()
     assert all(request.num_generated_tokens == max_tokens for request in requests)

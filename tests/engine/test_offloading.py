@@ -11,9 +11,13 @@ MODELS = ["llama", "mistral", "gemma3"]
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("scheduler_type", ["fifo", "prefill_first"])
 @pytest.mark.parametrize(
-    "options", [{}, {"max_batch_tokens": 10}, {"safety_margin": 0.15, "allow_block_sharing": False}]
+    ("scheduler_type", "options"),
+    [
+        ("fifo", {}),
+        ("prefill_first", {"max_batch_tokens": 10}),
+        ("fifo", {"safety_margin": 0.15, "allow_block_sharing": False}),
+    ],
 )
 def test_generation_that_outgrows_the_cache_while_others_run(
     request: pytest.FixtureRequest, name: str, scheduler_type: str, options: dict[str, object]
@@ -101,8 +105,8 @@ def test_what_finished_in_a_step_is_given_to_the_stalled_first(
 def test_requests_that_fill_the_whole_cache_each(request: pytest.FixtureRequest, name: str) -> None:
     """Each alone takes all there is; they come out one after another, as if they had been alone."""
     under_test: ModelUnderTest = request.getfixturevalue(f"tiny_{name}")
-    prompts = [Prompt(random_ids(25 + n, seed=n), 64 + 1 - 25 - n) for n in range(3)]
-    engine = engine_for(under_test, page_size=PAGE, num_blocks=64 // PAGE, safety_margin=0.0)
+    prompts = [Prompt(random_ids(39 - n, seed=n), 48 + 1 - 39 + n) for n in range(3)]
+    engine = engine_for(under_test, page_size=PAGE, num_blocks=48 // PAGE, safety_margin=0.0)
     finished = run_all(engine, greedy_requests(prompts))
     assert_parity(under_test, prompts, finished)
 

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from engine_harness import Prompt, assert_parity, engine_for, greedy_requests, model_of, random_ids, run_all
@@ -61,7 +62,8 @@ def test_hundreds_of_prompts_with_a_common_prefix_admitted_in_one_step(tiny_llam
     prompts = prompts_over(PREFIX, 250, longest=2)
     engine = engine_for(tiny_llama, max_batch_tokens=4096, max_requests_per_batch=300)
     passes = passes_of(engine)
-    assert_parity(tiny_llama, prompts, run_all(engine, greedy_requests(prompts)))
+    finished = run_all(engine, greedy_requests(prompts))
+    assert_parity(tiny_llama, prompts[::5], finished[::5])
     own = [len(prompt.token_ids) - len(PREFIX) for prompt in prompts]
     assert passes == [[(0, len(PREFIX) + own[0]), *enumerate(own[1:], start=1)]]
 
@@ -71,7 +73,8 @@ def test_hundreds_wait_for_a_prefix_that_is_computed_in_pieces(tiny_llama: Model
     prompts = prompts_over(PREFIX, 250, longest=2)
     engine = engine_for(tiny_llama, max_batch_tokens=44, max_requests_per_batch=300)
     passes = passes_of(engine)
-    assert_parity(tiny_llama, prompts, run_all(engine, greedy_requests(prompts)))
+    finished = run_all(engine, greedy_requests(prompts))
+    assert_parity(tiny_llama, prompts[::5], finished[::5])
     assert passes[:2] == [[(0, 44)], [(0, 44)]]
     assert passes[2][:3] == [(0, 9), (1, 2), (2, 1)], "released in the pass that writes the last of it"
     metrics = engine.manager.metrics
@@ -79,7 +82,7 @@ def test_hundreds_wait_for_a_prefix_that_is_computed_in_pieces(tiny_llama: Model
 
 
 @pytest.mark.parametrize("max_batch_tokens", [512, 200])
-def test_a_system_prompt_of_512_tokens(max_batch_tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_system_prompt_of_512_tokens(max_batch_tokens: int, show: Callable[[str], None]) -> None:
     """128 prompts with it compute, within 3 %, its 512 tokens and what each has of its own."""
     under_test = model_of("llama of 768 tokens", CONFIGS["llama"], max_position_embeddings=768)
     system = random_ids(512, seed=2)
@@ -90,11 +93,7 @@ def test_a_system_prompt_of_512_tokens(max_batch_tokens: int, capsys: pytest.Cap
     computed = engine.manager.metrics.computed_prompt_tokens
     least = len(system) + num_own_tokens(prompts, system)
     total = sum(len(prompt.token_ids) for prompt in prompts)
-    with capsys.disabled():
-        print(
-            f"\n  {computed:,} prompt tokens computed; system prompt once and the rest: {least:,}; all: {total:,}",
-            end="",
-        )
+    show(f"{computed:,} prompt tokens computed; system prompt once and the rest: {least:,}; all prompts: {total:,}")
     assert least <= computed <= 1.03 * least
 
 

@@ -1,13 +1,15 @@
 """Who leaves the queue when, on integers: overtaking, what a step looks at, and the return of offloaded requests."""
 
+import gc
 import time
+from collections.abc import Callable
 
 import pytest
 from engine.integer_world import PAGE, World, layout_of
 
 from cbgen.cache.paged_cache import Demand, PagedCache
 from cbgen.cache.prefix_cache import PrefixMatch
-from cbgen.engine.requests import RequestState, RequestStatus
+from cbgen.engine.requests import RequestState, RequestStatus, SamplingParams
 from cbgen.engine.scheduler import MAX_OVERTAKEN, MAX_SKIPPED_PER_STEP
 
 
@@ -82,23 +84,25 @@ class CountingCache(PagedCache):
         return super().missing_blocks(request_id, num_tokens)
 
 
-def test_planning_looks_at_a_bounded_part_of_the_queue(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planning_looks_at_a_bounded_part_of_the_queue(show: Callable[[str], None]) -> None:
     """A step asks about as many requests with 100,000 waiting as with 100, and only about some of those."""
     looked_at, lines = [], []
     for num_waiting in (100, 100_000):
         world = World(3, cache_type=CountingCache)
         world.add(7, max_tokens=3)
         world.step()
-        for lengths in ([8] * (MAX_SKIPPED_PER_STEP - 1), [1], [8] * (num_waiting - MAX_SKIPPED_PER_STEP)):
-            world.add(*lengths, max_tokens=2)
+        prompts = [list(range(8))] * num_waiting
+        prompts[MAX_SKIPPED_PER_STEP - 1] = [5]
+        for number, prompt in enumerate(prompts, start=1):
+            world.scheduler.add(RequestState(number, prompt, SamplingParams(2)))
         world.cache.num_matches = world.cache.num_demands = 0
+        gc.collect()
         start_s = time.perf_counter()
         world.scheduler.schedule()
         lines.append(f"{num_waiting:,} waiting: planned in {(time.perf_counter() - start_s) * 1e6:.0f} us")
         assert world.passes[-1].plan == [(0, 1), (MAX_SKIPPED_PER_STEP, 1)]
         looked_at.append((world.cache.num_matches, world.cache.num_demands))
-    with capsys.disabled():
-        print(f"\n  {'; '.join(lines)}", end=" ")
+    show("; ".join(lines))
     assert looked_at[0] == looked_at[1]
     assert looked_at[0][0] == MAX_SKIPPED_PER_STEP + 1
 

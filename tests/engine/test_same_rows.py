@@ -9,7 +9,7 @@ from tiny_models import ModelUnderTest
 from cbgen.engine.requests import RequestState, SamplingParams
 
 MODELS = ["llama", "mistral", "gemma3"]
-PROMPTS = mixed_prompts(10, 320, longest=60, most=16, seed=5)
+PROMPTS = mixed_prompts(8, 320, longest=50, most=10, seed=5)
 WAYS = {
     "one in a batch": {"max_requests_per_batch": 1},
     "three in a batch": {"max_requests_per_batch": 3},

@@ -103,7 +103,7 @@ def test_the_tokens_ever_drawn_are_those_transformers_keeps(options):
 
 
 @pytest.mark.parametrize("options", FILTERS)
-@pytest.mark.parametrize("seed", [5, 6])
+@pytest.mark.parametrize("seed", [5, pytest.param(6, marks=pytest.mark.long)])
 def test_draws_follow_the_filtered_distribution(options, seed):
     """The counts of 20,000 draws pass a chi-square test against the exact distribution."""
     logits, params = even_logits(seed), replace(GREEDY, **options)

@@ -41,8 +41,10 @@ def gib(num_pages: int) -> float:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("scheduler_type", ["fifo", "prefill_first"])
-@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 10, "allow_block_sharing": False}])
+@pytest.mark.parametrize(
+    ("scheduler_type", "options"),
+    [("fifo", {}), ("prefill_first", {"max_batch_tokens": 10, "allow_block_sharing": False})],
+)
 def test_swapped_requests_go_on_where_they_were(
     request: pytest.FixtureRequest, name: str, scheduler_type: str, options: dict[str, object]
 ) -> None:
