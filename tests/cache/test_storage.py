@@ -6,7 +6,7 @@ from cache.cache_harness import CPU, cache_of, layout_of
 
 from cbgen.cache.layout import CacheLayout
 from cbgen.cache.pool import NUM_RESERVED_CHUNKS, READ_RESERVE_CHUNK
-from cbgen.cache.storage import KVStorage
+from cbgen.cache.storage import MAX_STAGED_BYTES, KVStorage
 from cbgen.kernels.sdpa import SdpaAttention
 
 PAGES = [
@@ -95,8 +95,10 @@ def test_a_page_starts_on_64_bytes_and_holds_k_and_v(page_size, num_kv_heads, he
         assert keys.stride(0) * dtype.itemsize == backend.page_bytes
 
 
-def test_copied_pages_are_equal_and_nothing_else_changes():
-    """A fork's pages, all in one call: byte for byte, and the originals stay."""
+@pytest.mark.parametrize("max_staged_bytes", [1, 3 * 64, MAX_STAGED_BYTES])
+def test_copied_pages_are_equal_and_nothing_else_changes(max_staged_bytes, monkeypatch):
+    """A fork's pages, staged one, three or all at a time: byte for byte, and the originals stay."""
+    monkeypatch.setattr("cbgen.cache.storage.MAX_STAGED_BYTES", max_staged_bytes)
     storage = storage_of(layout_of(2, 3), 9)
     storage.pages.copy_(torch.randint(0, 256, storage.pages.shape, dtype=torch.uint8))
     before = storage.pages.clone()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cache.cache_harness import CPU, layout_of
 
-from cbgen.cache.storage import KVStorage
+from cbgen.cache.storage import MAX_STAGED_BYTES, KVStorage
 from cbgen.cache.swap_pool import SwapPool
 from cbgen.kernels.sdpa import SdpaAttention
 
@@ -32,9 +32,12 @@ def test_a_pool_has_as_many_slots_as_whole_pages_fit(extra_bytes, num_slots):
     pool.check_integrity(set())
 
 
-def test_requests_come_back_into_other_pages_byte_for_byte():
-    """Several out in one call, overwritten meanwhile, and back in another order into pages in another order."""
+@pytest.mark.parametrize("max_staged_pages", [1, 3, 1000])
+def test_requests_come_back_into_other_pages_byte_for_byte(max_staged_pages, monkeypatch):
+    """Several out in one call, overwritten meanwhile, and back in another order, however many are staged at a time."""
     storage = storage_of()
+    assert MAX_STAGED_BYTES >= 1000 * storage.pages.shape[1]
+    monkeypatch.setattr("cbgen.cache.storage.MAX_STAGED_BYTES", max_staged_pages * storage.pages.shape[1])
     pool, before = pool_of(storage, 10), storage.pages.clone()
     out = {7: [4, 5, 8, 9], 3: [12, 13], 5: [30, 6]}
     assert pool.store(out) == {3, 5, 7}
