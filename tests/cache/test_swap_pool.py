@@ -36,7 +36,7 @@ def test_a_pool_has_as_many_slots_as_whole_pages_fit(extra_bytes, num_slots):
 def test_requests_come_back_into_other_pages_byte_for_byte(max_staged_pages, monkeypatch):
     """Several out in one call, overwritten meanwhile, and back in another order, however many are staged at a time."""
     storage = storage_of()
-    assert MAX_STAGED_BYTES >= 1000 * storage.pages.shape[1]
+    assert storage.pages.shape[1] * 1000 <= MAX_STAGED_BYTES
     monkeypatch.setattr("cbgen.cache.storage.MAX_STAGED_BYTES", max_staged_pages * storage.pages.shape[1])
     pool, before = pool_of(storage, 10), storage.pages.clone()
     out = {7: [4, 5, 8, 9], 3: [12, 13], 5: [30, 6]}
