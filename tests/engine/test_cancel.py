@@ -11,7 +11,7 @@ from cbgen.engine.manager import ListSource, Manager
 from cbgen.engine.requests import FinishReason, RequestState, RequestStatus
 
 MODELS = ["llama", "mistral", "gemma3"]
-PROMPTS = [Prompt(random_ids(40, seed=n), 8) for n in range(2, 6)]
+PROMPTS = [Prompt(random_ids(40, seed=n), 6) for n in range(2, 6)]
 
 
 def cancel_when(request: RequestState, status: RequestStatus):

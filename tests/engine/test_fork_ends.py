@@ -88,6 +88,24 @@ def test_cancelling_the_leader_leaves_the_others(
         assert engine.manager.metrics.computed_prompt_tokens == len(PROMPT) + len(OTHER) + again
 
 
+@pytest.mark.parametrize("cpu_offload_space", [0.0, 0.01], ids=["soft reset", "swap"])
+def test_cancelling_an_offloaded_leader(tiny_gemma3: ModelUnderTest, cpu_offload_space: float) -> None:
+    """It left the cache within its prompt and does not come back; its forks do not miss it."""
+    leader = fork_group(PROMPT, 6)
+    members = members_of([leader])
+    engine = engine_for(tiny_gemma3, max_batch_tokens=20, cpu_offload_space=cpu_offload_space)
+
+    def send_away_and_cancel(manager: Manager) -> None:
+        if manager.metrics.num_steps == 2 and not leader.is_finished:
+            manager._offload([leader])
+            assert leader.is_swapped == (cpu_offload_space > 0)
+            manager.cancel(leader)
+
+    run_all(engine, [leader], send_away_and_cancel)
+    assert_as_expected(tiny_gemma3, members[1:])
+    assert engine.manager.metrics.computed_prompt_tokens == len(PROMPT) + 40
+
+
 def test_cancelling_a_leader_whose_forks_have_started(tiny_llama: ModelUnderTest) -> None:
     """They own their pages together: the leader's share goes, theirs stay."""
     leader = fork_group(PROMPT, 8)
