@@ -116,7 +116,7 @@ def pages_per_chunk_for(layer_counts: list[int]) -> int:
 def _largest(fits: Callable[[int], bool], most: int = 1 << 62) -> int:
     """The largest number up to `most` that fits, for a condition that holds up to some number and not beyond."""
     low, high = 0, 1
-    while high < most and fits(high):
+    while high <= most and fits(high):
         low, high = high, 2 * high
     high = min(high, most + 1)
     while high - low > 1:

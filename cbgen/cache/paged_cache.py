@@ -97,6 +97,12 @@ class PagedCache:
         if self._prefix_cache is not None and self._full is not None:
             self._prefix_cache.register(request_id, token_ids, self._full.block_table(request_id), num_tokens)
 
+    def distrust(self, request_id: int) -> None:
+        """What the request's blocks hold may be wrong: nobody else is to take them over."""
+        if self._prefix_cache is not None and self._full is not None:
+            for block in self._full.block_table(request_id):
+                self._prefix_cache.unname(block)
+
     def fork(self, parent_id: int, child_id: int, num_tokens: int) -> list[tuple[int, int]] | None:
         """Gives a child the parent's first `num_tokens` tokens: full blocks by reference, or all as copies.
 
@@ -109,7 +115,7 @@ class PagedCache:
             return None
         if self._prefix_cache is not None and self._full is not None:
             self._full.adopt(child_id, self._full.block_table(parent_id)[:num_shared])
-            self._prefix_cache.adopt_chain(parent_id, child_id)
+            self._prefix_cache.adopt_chain(parent_id, child_id, num_shared)
         pairs: list[tuple[int, int]] = []
         for allocator, count in zip(self.allocators, missing, strict=True):
             copies = allocator.grow(child_id, count)

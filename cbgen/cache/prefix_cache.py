@@ -30,6 +30,7 @@ class Chain:
 
     contents: list[BlockContent] = field(default_factory=list)
     num_registered: int = 0
+    has_collided: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,12 @@ class PrefixCache:
         del self._block_of[self._content_of.pop(block).hash]
         return block
 
+    def unname(self, block: int) -> None:
+        """Forgets what a block holds, whoever owns it: nobody else is to take it over."""
+        content = self._content_of.pop(block, None)
+        if content is not None:
+            del self._block_of[content.hash]
+
     def promise(self, request_id: int, token_ids: list[int]) -> None:
         """The request is going to write all full blocks of the tokens it has."""
         for content in self._contents(request_id, token_ids, len(token_ids) // self._page_size):
@@ -114,22 +121,27 @@ class PrefixCache:
         """
         num_full = min(num_tokens, len(token_ids)) // self._page_size
         chain = self._chains.setdefault(request_id, Chain())
-        if num_full <= chain.num_registered:
+        if num_full <= chain.num_registered or chain.has_collided:
             return
         contents = self._contents(request_id, token_ids, num_full)
         for block, content in zip(
             table[chain.num_registered : num_full], contents[chain.num_registered :], strict=True
         ):
+            named = self._content_of.get(self._block_of.get(content.hash, -1), content)
+            if named.tokens != content.tokens:  # two contents with one hash: what follows is named by neither
+                chain.has_collided = True
+                return
             self._promised_by.pop(content.hash, None)
             if content.hash not in self._block_of and block not in self._content_of:
                 self._block_of[content.hash] = block
                 self._content_of[block] = content
         chain.num_registered = num_full
 
-    def adopt_chain(self, parent_id: int, child_id: int) -> None:
-        """The child has the parent's tokens so far."""
+    def adopt_chain(self, parent_id: int, child_id: int, num_blocks: int) -> None:
+        """The child begins with the parent's first `num_blocks` full blocks."""
         parent = self._chains.get(parent_id, Chain())
-        self._chains[child_id] = Chain(list(parent.contents), parent.num_registered)
+        registered = min(num_blocks, parent.num_registered)
+        self._chains[child_id] = Chain(parent.contents[:num_blocks], registered, parent.has_collided)
 
     def forget(self, request_id: int) -> None:
         """The request leaves: nobody waits for its promises any more. Registered blocks keep their names."""

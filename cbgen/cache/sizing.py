@@ -37,7 +37,8 @@ class CachePlan:
         return self.num_chunks * self.chunk_bytes
 
     def num_requests(self, num_tokens: int) -> int:
-        """How many requests of `num_tokens` tokens each fit at once, none sharing a prefix."""
+        """How many requests of `num_tokens` tokens each, at least one, fit at once, none sharing a prefix."""
+        assert num_tokens >= 1
         data_chunks = self.num_chunks - NUM_RESERVED_CHUNKS
         count = data_chunks // max(1, self.layout.chunks_for_tokens(num_tokens))  # each in chunks of its own: a start
         while self._chunks_for_requests(count + 1, num_tokens) <= data_chunks:

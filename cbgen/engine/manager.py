@@ -169,7 +169,7 @@ class Manager:
         now_s = time.perf_counter()
         for entry in admitted:
             self.metrics.count_taken_over(entry.request, entry.num_matched)
-            entry.request.admit(entry.start, now_s)
+            entry.request.admit(entry.start, now_s, entry.num_matched)
         return batch
 
     def _samples(self, batch: ScheduledBatch) -> tuple[list[RequestState], list[int]]:
@@ -220,7 +220,10 @@ class Manager:
             entry.request.advance(entry.query_length)
         finished = []
         for request, token_id in zip(sampling, token_ids, strict=True):
-            if self._apply_token(request, token_id, now_s):
+            if token_id is None and request.num_matched_tokens:
+                self.offloader.start_over(request)
+                self.scheduler.put_back([request])
+            elif self._apply_token(request, token_id, now_s):
                 self.scheduler.remove(request)
                 self.cache.release(request.request_id)
                 self.metrics.count_finished(request)
@@ -230,6 +233,7 @@ class Manager:
     def _apply_token(self, request: RequestState, token_id: int | None, now_s: float) -> bool:
         """Appends one token; True when the request has finished with it."""
         if token_id is None:
+            self.cache.distrust(request.request_id)
             request.finish(FinishReason.ERROR, now_s, "the model's logits are not finite (NaN or infinity)")
             return True
         request.append_token(token_id, now_s)

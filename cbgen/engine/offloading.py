@@ -57,6 +57,17 @@ class Offloader:
         self._metrics.swaps += len(stored)
         self._metrics.soft_resets += len(victims) - len(stored)
 
+    def start_over(self, request: RequestState) -> None:
+        """Soft-resets a request whose logits are not finite, with KV of others in them, to be tried all by itself.
+
+        A NaN reaches earlier tokens of the pass it turns up in (0 x NaN in a masked product), whose blocks are shared.
+        """
+        self._cache.distrust(request.request_id)
+        self._cache.release(request.request_id)
+        request.start_over_alone()
+        self._metrics.offloads += 1
+        self._metrics.soft_resets += 1
+
     def restore(self, entries: list[ScheduledRequest]) -> None:
         """Copies the KV of swapped requests that were just admitted into the blocks they got. Not yet `admit`ted."""
         if self._swap_pool is None:

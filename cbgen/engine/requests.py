@@ -58,7 +58,8 @@ class RequestState:
 
     token_ids are the prompt and what was generated since. The first num_computed_tokens of them have their KV in the
     cache, or in the swap pool while the request is pending; max_computed_tokens is the most that ever had, so that what
-    is computed again can be told. `forks` are further samples of the same prompt, which start where it ends.
+    is computed again can be told. num_matched_tokens of them were written by others; a request that computes_alone
+    takes over no more of these. `forks` are further samples of the same prompt, which start where it ends.
     `tag` is the caller's and comes back untouched.
     """
 
@@ -71,6 +72,8 @@ class RequestState:
     max_computed_tokens: int = 0
     num_soft_resets: int = 0
     num_swaps: int = 0
+    num_matched_tokens: int = 0
+    computes_alone: bool = False
     forks: list["RequestState"] = field(default_factory=list)
     status: RequestStatus = RequestStatus.PENDING
     finish_reason: FinishReason | None = None
@@ -112,12 +115,13 @@ class RequestState:
         """Starts the clock: called when the request enters the engine's queue."""
         self.timing = RequestTiming(arrival_wall_s=time.time(), arrival_s=time.perf_counter())
 
-    def admit(self, num_computed_tokens: int, now_s: float) -> None:
-        """Leaves the queue, with so many of its tokens in the cache already."""
+    def admit(self, num_computed_tokens: int, now_s: float, num_matched_tokens: int = 0) -> None:
+        """Leaves the queue, with so many of its tokens in the cache already, some of them matched."""
         assert self.status is RequestStatus.PENDING, self.status
         assert self.num_computed_tokens <= num_computed_tokens < len(self.token_ids)
         self.status = RequestStatus.PREFILLING
         self.num_computed_tokens = num_computed_tokens
+        self.num_matched_tokens = num_matched_tokens
         self.max_computed_tokens = max(self.max_computed_tokens, num_computed_tokens)
         if self.timing.first_scheduled_s is None:
             self.timing.first_scheduled_s = now_s
@@ -127,6 +131,7 @@ class RequestState:
         assert self.status is RequestStatus.PENDING, self.status
         self.status = RequestStatus.PREFILLING
         self.num_computed_tokens = self.max_computed_tokens = len(self.token_ids)
+        self.num_matched_tokens = parent.num_matched_tokens
         self.timing.first_scheduled_s = parent.timing.first_scheduled_s
 
     def advance(self, query_length: int) -> None:
@@ -150,6 +155,11 @@ class RequestState:
         self.status = RequestStatus.PENDING
         self.num_computed_tokens = 0
         self.num_soft_resets += 1
+
+    def start_over_alone(self) -> None:
+        """A soft reset after which nothing is taken over from others."""
+        self.soft_reset()
+        self.computes_alone = True
 
     def swap_out(self) -> None:
         """Back to the queue, with its KV in the swap pool."""

@@ -264,7 +264,7 @@ class Scheduler(ABC):
             exempt = may_exceed_margin and not batch
             if not (exempt or self._above_margin):
                 break
-            match = self._cache.match(request.request_id, request.token_ids)
+            match = self._match(request)
             if match.must_wait:  # for the prefill of a shared prefix, which is on its way
                 passed_over.append(request)
             elif self._admit(request, match, budget, batch):
@@ -278,6 +278,9 @@ class Scheduler(ABC):
             if self._admission_held:
                 break
         self._move_to_active(admitted, len(admitted) + len(passed_over), passed_over)
+
+    def _match(self, request: RequestState) -> PrefixMatch:
+        return NO_MATCH if request.computes_alone else self._cache.match(request.request_id, request.token_ids)
 
     def _candidates_for_admission(self) -> Iterator[RequestState]:
         return islice(self._waiting, self._config.max_requests_per_batch + MAX_SKIPPED_PER_STEP)

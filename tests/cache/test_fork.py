@@ -134,9 +134,6 @@ def test_parent_and_child_are_found_by_what_each_went_on_with():
     cache.check_integrity({2, 3, 4})
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the child inherits the hashes of all the parent's tokens, not of the first ones"
-)
 def test_a_child_of_the_first_tokens_only_goes_on_as_itself():
     """The parent has three pages; a child of two of them that takes another way must not be named after the third."""
     cache = cache_of(layout_of(2), 12)
