@@ -159,19 +159,23 @@ def size(
 ) -> None:
     """Print what of a model fits in memory: the cache, and how many requests of a given length at once.
 
-    Nothing is loaded: the plan comes from the model's config.
+    No weights are loaded: the plan comes from the model's config (a GGUF file is converted first, once). With --memory
+    it is made for the device named, whether or not this machine has one.
     """
+
+    console = Console(stderr=True)
 
     def show() -> int:
         if model is None:
             raise UsageError("--model is missing")
         from cbgen.config import ContinuousBatchingConfig
-        from cbgen.device import free_memory_bytes, pick_device
+        from cbgen.device import free_memory_bytes, pick_device, total_memory_bytes
         from cbgen.models.loading import describe
         from cbgen.size import parse_bytes, size_lines
 
         memory_bytes = None if memory is None else parse_bytes(memory)
-        target = pick_device(device)
+        target = pick_device(device, must_exist=memory is None)
+        memory_of = free_memory_bytes if gpu_memory_utilization is None else total_memory_bytes
         config = ContinuousBatchingConfig(
             page_size=page_size,
             num_blocks=num_blocks,
@@ -180,10 +184,10 @@ def size(
             max_memory_percent=max_memory_percent,
             cpu_offload_space=cpu_offload_space,
         ).resolve(target.type)
-        lines = size_lines(
-            describe(model, revision, dtype, target, max_model_len),
+        lines = {"device": str(target)} | size_lines(
+            describe(model, revision, dtype, target, max_model_len, lambda text: print_line(console, text)),
             config,
-            free_memory_bytes(target) if memory_bytes is None else memory_bytes,
+            memory_of(target) if memory_bytes is None else memory_bytes,
             gpu_memory_utilization,
             tokens or [],
             swap_shares_memory=target.type != "cuda",
@@ -192,7 +196,7 @@ def size(
             typer.echo(f"{name:<10}{value}")
         return 0
 
-    code = _guarded(Console(stderr=True), show)
+    code = _guarded(console, show)
     if code:
         raise typer.Exit(code)
 

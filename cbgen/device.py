@@ -14,7 +14,7 @@ OWN_CGROUP_FILE = Path("/proc/self/cgroup")
 NO_LIMIT_BYTES = 1 << 60
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, must_exist: bool = True) -> torch.device:
     """The torch device for "auto", "cpu", "cuda", "cuda:1" or "mps". Raises UsageError when it is not there."""
     if name == "auto":
         if torch.cuda.is_available():
@@ -24,6 +24,8 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UsageError(f"--device {name}: not a device name; use auto, cpu, cuda, cuda:N or mps") from error
+    if not must_exist and device.type in ("cpu", "cuda", "mps"):
+        return device
     present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     beyond = device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
     if beyond or not present.get(device.type, False):

@@ -103,7 +103,7 @@ MaxBatchTokens = Annotated[
     typer.Option(
         "--max-batch-tokens",
         "--max-num-batched-tokens",
-        help="Query tokens in a forward pass.",
+        help="Query tokens in a forward pass (also --max-num-batched-tokens).",
         rich_help_panel=ENGINE,
         show_default="by hardware",
     ),
@@ -113,7 +113,7 @@ MaxRequestsPerBatch = Annotated[
     typer.Option(
         "--max-requests-per-batch",
         "--max-num-seqs",
-        help="Requests in a forward pass.",
+        help="Requests in a forward pass (also --max-num-seqs).",
         rich_help_panel=ENGINE,
         show_default="by hardware",
     ),
@@ -142,7 +142,7 @@ AllowBlockSharing = Annotated[
     typer.Option(
         "--allow-block-sharing/--no-allow-block-sharing",
         "--enable-prefix-caching/--no-enable-prefix-caching",
-        help="Compute a common prefix of prompts once (models of full attention).",
+        help="Compute a common prefix of prompts once (also --enable-prefix-caching).",
         rich_help_panel=ENGINE,
     ),
 ]

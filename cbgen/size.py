@@ -55,7 +55,8 @@ def size_lines(
         "cache": f"{mib(plan.cache_bytes)}: {plan.num_blocks} blocks of {config.page_size} tokens, in "
         f"{plan.num_chunks} chunks of {plan.chunk_bytes / 2**20:.2f} MiB, 2 of them reserved",
         "tokens": "; ".join(_token_cost(group, backend.page_bytes) for group in plan.layout.groups),
-        "fits": f"{_fitting(plan, shape, lengths)} at once, without a common prefix",
+        "fits": f"{_fitting(plan, shape, lengths)} in the cache, without a common prefix; up to "
+        f"{config.max_requests_per_batch} run at once",
     }
 
 

@@ -8,8 +8,8 @@ from cbgen.cache.layout import CacheLayout
 from cbgen.cache.pool import READ_RESERVE_CHUNK
 from cbgen.kernels.backend import AttentionBackend
 
-# Pages on their way to another place are gathered first, so many bytes at a time.
-MAX_STAGED_BYTES = 64 << 20
+# Pages on their way to another place are gathered first, so many bytes at a time: few enough to stay in a CPU's cache.
+MAX_STAGED_BYTES = 4 << 20
 
 
 class KVStorage:
@@ -31,10 +31,11 @@ class KVStorage:
         self.layers = [backend.view_pages(self.pages[places[layer] :]) for layer in sorted(places)]
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies pages (from, to), all of one call at once; no page is both."""
+        """Copies pages (from, to); no page is both."""
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         for own, other in self.staged(sources, targets):
-            self.pages[other.to(self.pages.device)] = self.pages[own]
+            words = as_words(self.pages)
+            words[other.to(words.device)] = words[own]
 
     def staged(self, pages: list[int], places: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pieces of both lists, each small enough to gather: an index of these pages, and one on the CPU of places."""
@@ -42,3 +43,8 @@ class KVStorage:
         for first in range(0, len(pages), step):
             own = torch.tensor(pages[first : first + step], device=self.pages.device)
             yield own, torch.tensor(places[first : first + step])
+
+
+def as_words(pages: torch.Tensor) -> torch.Tensor:
+    """The same memory in 64-bit words, of which pages are made up: torch copies selected rows element by element."""
+    return pages.view(torch.int64)

@@ -2,7 +2,7 @@
 
 import torch
 
-from cbgen.cache.storage import KVStorage
+from cbgen.cache.storage import KVStorage, as_words
 
 
 class SwapPool:
@@ -41,8 +41,9 @@ class SwapPool:
                 pages += request_pages
                 slots += own
                 stored.add(request_id)
+        pages_as_words, buffer = as_words(self._storage.pages), as_words(self._buffer)
         for page_index, slot_index in self._storage.staged(pages, slots):
-            self._buffer[slot_index] = self._storage.pages[page_index].to(self._buffer.device)
+            buffer[slot_index] = pages_as_words[page_index].to(buffer.device)
         return stored
 
     def restore(self, pages_of: dict[int, list[int]]) -> None:
@@ -56,8 +57,9 @@ class SwapPool:
             own = self._slots[request_id]
             pages += request_pages
             slots += own[len(own) - len(request_pages) :]
+        pages_as_words, buffer = as_words(self._storage.pages), as_words(self._buffer)
         for page_index, slot_index in self._storage.staged(pages, slots):
-            self._storage.pages[page_index] = self._buffer[slot_index].to(self._storage.pages.device)
+            pages_as_words[page_index] = buffer[slot_index].to(pages_as_words.device)
         for request_id in pages_of:
             self.discard(request_id)
 

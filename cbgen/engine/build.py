@@ -5,14 +5,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from cbgen.cache.paged_cache import PagedCache
-from cbgen.cache.sizing import CachePlan, plan_cache
+from cbgen.cache.sizing import CachePlan, mib, plan_cache
 from cbgen.cache.storage import KVStorage
 from cbgen.cache.swap_pool import SwapPool
 from cbgen.config import ModelShape, ResolvedConfig
+from cbgen.device import free_memory_bytes
 from cbgen.engine.input_outputs import InputBuffers
 from cbgen.engine.manager import Manager
 from cbgen.engine.model_runner import ModelRunner
 from cbgen.engine.scheduler import SCHEDULERS
+from cbgen.errors import MemoryPlanError
 from cbgen.kernels.backend import AttentionBackend
 from cbgen.kernels.sdpa import SdpaAttention
 
@@ -41,6 +43,12 @@ def build_engine(
     plan = plan_cache(shape, config, backend, free_bytes, swap_shares_memory=device.type != "cuda")
     config = replace(config, num_blocks=plan.num_blocks)
     cache = PagedCache(plan.layout, plan.num_chunks, config.allow_block_sharing)
+    host_bytes = free_memory_bytes(torch.device("cpu"))
+    if config.cpu_offload_bytes > host_bytes:
+        raise MemoryPlanError(
+            f"--cpu-offload-space {config.cpu_offload_space:g}: {mib(config.cpu_offload_bytes)} of CPU memory are "
+            f"asked for, {mib(host_bytes)} are free"
+        )
     storage = KVStorage(plan.num_chunks, plan.layout, backend, device)
     manager = Manager(
         cache=cache,

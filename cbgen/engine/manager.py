@@ -108,7 +108,9 @@ class Manager:
         return refused
 
     def cancel(self, request: RequestState) -> None:
-        """Ends a request that is waiting or active; it holds nothing afterwards. Its forks go on without it."""
+        """Ends a request that was pulled, unless it has finished; it holds nothing then. Its forks go on without it."""
+        if request.is_finished:
+            return
         heirs, request.forks = request.forks, []
         leader = next((other for other in self.scheduler.unfinished if request in other.forks), None)
         if leader is not None:
@@ -159,7 +161,7 @@ class Manager:
             active = self.scheduler.active
             victims = choose_victims(batch, active, self.cache)
             if not victims:
-                # The last one leaves only to come straight back: its blocks lay in more chunks than they need.
+                # The last one leaves to come back alone: its blocks lie in more chunks than they need.
                 assert len(active) == 1, "no request can be scheduled and none can leave: the scheduler is at fault"
                 victims = active
             self._offload(victims)
@@ -222,7 +224,7 @@ class Manager:
         for request, token_id in zip(sampling, token_ids, strict=True):
             if token_id is None and request.num_matched_tokens:
                 self.offloader.start_over(request)
-                self.scheduler.put_back([request])
+                self.scheduler.requeue([request])
             elif self._apply_token(request, token_id, now_s):
                 self.scheduler.remove(request)
                 self.cache.release(request.request_id)

@@ -121,7 +121,7 @@ class RequestState:
         assert self.num_computed_tokens <= num_computed_tokens < len(self.token_ids)
         self.status = RequestStatus.PREFILLING
         self.num_computed_tokens = num_computed_tokens
-        self.num_matched_tokens = num_matched_tokens
+        self.num_matched_tokens = max(num_matched_tokens, self.num_matched_tokens)
         self.max_computed_tokens = max(self.max_computed_tokens, num_computed_tokens)
         if self.timing.first_scheduled_s is None:
             self.timing.first_scheduled_s = now_s
@@ -153,7 +153,7 @@ class RequestState:
         """Back to the queue: generated tokens join the prompt, their KV and the prompt's is to be computed again."""
         assert self.status in (RequestStatus.PREFILLING, RequestStatus.DECODING), self.status
         self.status = RequestStatus.PENDING
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_matched_tokens = 0
         self.num_soft_resets += 1
 
     def start_over_alone(self) -> None:

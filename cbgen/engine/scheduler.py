@@ -158,10 +158,12 @@ class Scheduler(ABC):
 
     def remove(self, request: RequestState) -> None:
         """A request has finished, active or waiting; what it held is free for others."""
+        self._overtaken.pop(request.request_id, None)
         if self._active.pop(request.request_id, None) is None:
             self._waiting.remove(request)
-        self._overtaken.pop(request.request_id, None)
-        self._admission_held = False
+            self._admission_held &= bool(self._active)
+        else:
+            self._admission_held = False
 
     def put_back(self, requests: list[RequestState]) -> None:
         """Offloaded requests return to the head of the queue, oldest first.
@@ -169,11 +171,15 @@ class Scheduler(ABC):
         Admission then waits until something finishes: blocks come free in no other way, and a request let in before
         would only be offloaded again. When nothing is left active, one is let in, and runs alone until then.
         """
+        self.requeue(requests)
+        self._admission_held = True
+
+    def requeue(self, requests: list[RequestState]) -> None:
+        """Active requests return to the head of the queue, with those that did before, oldest first."""
         for request in requests:
             del self._active[request.request_id]
         returning = sorted([*self._take_offloaded(), *requests], key=lambda request: request.request_id)
         self._waiting.extendleft(reversed(returning))
-        self._admission_held = True
 
     def _take_offloaded(self) -> list[RequestState]:
         """Removes the offloaded requests from the queue, whose head they are."""
@@ -212,12 +218,18 @@ class Scheduler(ABC):
         """Puts a waiting request's next tokens in the batch if budget and cache allow it; all or nothing."""
         start = max(request.num_computed_tokens, len(match.blocks) * self._cache.page_size)
         kv_length = start + min(len(request.token_ids) - start, budget.query_tokens)
-        if not self._within_cache_budget(request, match, kv_length, budget):
+        if not self._within_cache_budget(request, match, kv_length, budget) or not self._may_return(request):
             return False
         if not self._cache.admit(request.request_id, request.token_ids, kv_length, match):
             return False
         self._enter(request, start, kv_length, match, budget, batch)
         return True
+
+    def _may_return(self, request: RequestState) -> bool:
+        """An offloaded request comes back when all it had finds room: with less it would soon have to leave again."""
+        if not (request.was_offloaded and self._active):
+            return True
+        return self._cache.covers(self._cache.missing_blocks(request.request_id, len(request.token_ids)))
 
     def _enter(
         self,

@@ -22,6 +22,8 @@ OWN_IMPLEMENTATION = "eager"
 TRIAL_LENGTHS = (7, 5)
 # The largest difference of logits, relative to the largest logit, that is put down to rounding.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+# How often other tokens are tried: in half precision a near tie in the routing of experts may fall either way once.
+MAX_TRIALS = 4
 # Rotary scalings that change for the whole batch once a position in it is past the original context: a row's
 # neighbours would change it.
 ROPE_TYPES_BY_LONGEST_ROW = ("longrope", "dynamic")
@@ -59,28 +61,37 @@ class _Trial:
 def attach(model: PreTrainedModel, name: str, max_model_len: int) -> ModelShape:
     """Makes the model attend through cbgen and returns its shape. Raises ModelError for one that cannot be served."""
     refuse_by_config(model.config.get_text_config(), max_model_len, name)
-    generator = torch.Generator().manual_seed(0)
+    AttentionInterface.register(IMPLEMENTATION, attention_forward)
+    differences: list[float] = []
+    tolerance = TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
+    while not differences or (min(differences) > tolerance and len(differences) < MAX_TRIALS):
+        shape, difference = _try(model, name, max_model_len, seed=len(differences))
+        differences.append(difference)
+    if not min(differences) <= tolerance:
+        raise refused(
+            name,
+            f"two sequences in one batch give other logits than each alone (by {min(differences):.1e}), so it "
+            "does more than attention over positions (recurrent state, biases by distance, positions of its own)",
+        )
+    return shape
+
+
+def _try(model: PreTrainedModel, name: str, max_model_len: int, seed: int) -> tuple[ModelShape, float]:
+    """The shape found with tokens drawn from `seed`, and the largest difference of logits relative to the largest."""
+    generator = torch.Generator().manual_seed(seed)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, sum(TRIAL_LENGTHS)), generator=generator).to(model.device)
     model.set_attn_implementation(OWN_IMPLEMENTATION)
     own = torch.cat([model(input_ids=part, use_cache=False).logits[0, -1:] for part in ids.split(TRIAL_LENGTHS, dim=1)])
-    AttentionInterface.register(IMPLEMENTATION, attention_forward)
     model.set_attn_implementation(IMPLEMENTATION)
     if model.config.get_text_config()._attn_implementation != IMPLEMENTATION:
-        raise _refused(name, f"{type(model).__name__} does not use transformers' attention interface")
+        raise refused(name, f"{type(model).__name__} does not use transformers' attention interface")
     trial = _Trial(max_model_len)
     packed = _run_trial(model, ids, trial, name)
     shape = _shape_of(trial, model, own.shape[-1], max_model_len, name)
     if packed.shape != own.shape:
-        raise _refused(name, f"{type(model).__name__} does not give the logits of chosen tokens alone")
-    difference = ((packed - own).abs().max() / own.abs().max()).item()
-    if not difference <= TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16]):
-        raise _refused(
-            name,
-            f"two sequences in one batch give other logits than each alone (by {difference:.1e}), so it "
-            "does more than attention over positions (recurrent state, biases by distance, positions of its own)",
-        )
-    return shape
+        raise refused(name, f"{type(model).__name__} does not give the logits of chosen tokens alone")
+    return shape, ((packed - own).abs().max() / own.abs().max()).item()
 
 
 def _run_trial(model: PreTrainedModel, ids: torch.Tensor, trial: _Trial, name: str) -> torch.Tensor:
@@ -91,7 +102,7 @@ def _run_trial(model: PreTrainedModel, ids: torch.Tensor, trial: _Trial, name: s
         with serving_attention(trial):
             output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=ends)
     except (TypeError, RuntimeError, KeyError, AttributeError, ValueError) as error:
-        raise _refused(name, f"its forward pass over a packed batch fails: {first_line(error)}") from error
+        raise refused(name, f"its forward pass over a packed batch fails: {first_line(error)}") from error
     return output.logits[0]
 
 
@@ -99,22 +110,22 @@ def _shape_of(trial: _Trial, model: PreTrainedModel, vocab_size: int, max_model_
     config = model.config.get_text_config()
     num_attending = len(set(trial.layers))
     if num_attending != config.num_hidden_layers:
-        raise _refused(name, f"of its {config.num_hidden_layers} layers, {num_attending} attend through the cache")
+        raise refused(name, f"of its {config.num_hidden_layers} layers, {num_attending} attend through the cache")
     if trial.layers != list(range(config.num_hidden_layers)):
-        raise _refused(name, "its layers attend more than once in a forward pass, or not in order")
+        raise refused(name, "its layers attend more than once in a forward pass, or not in order")
     if len(trial.kv_shapes) != 1:
-        raise _refused(name, "its layers have KV heads of different number or size")
+        raise refused(name, "its layers have KV heads of different number or size")
     num_kv_heads, key_dim, value_dim = next(iter(trial.kv_shapes))
     if key_dim != value_dim:
-        raise _refused(
+        raise refused(
             name, f"its K heads have {key_dim} numbers and its V heads {value_dim} (multi-head latent attention)"
         )
     windows = sorted({window for window in trial.windows if window is not None})
     if len(windows) > 1:
-        raise _refused(name, f"its layers have windows of different sizes ({', '.join(map(str, windows))})")
+        raise refused(name, f"its layers have windows of different sizes ({', '.join(map(str, windows))})")
     layer_types = tuple(FULL_ATTENTION if window is None else SLIDING_ATTENTION for window in trial.windows)
     if layer_types != layer_types_of(config, max_model_len):
-        raise _refused(name, "the windows that its layers ask for are not those of its config")
+        raise refused(name, "the windows that its layers ask for are not those of its config")
     return ModelShape(
         layer_types=layer_types,
         sliding_window=windows[0] if windows else None,
@@ -146,20 +157,20 @@ def refuse_by_config(config: Any, max_model_len: int, name: str) -> None:
     others = sorted(set(layer_types_of(config, max_model_len)) - {FULL_ATTENTION, SLIDING_ATTENTION})
     if others:
         known = f"{FULL_ATTENTION} and {SLIDING_ATTENTION}"
-        raise _refused(name, f"its layers are of type {', '.join(others)}; only {known} are served")
+        raise refused(name, f"its layers are of type {', '.join(others)}; only {known} are served")
     if getattr(config, "num_kv_shared_layers", 0):
-        raise _refused(name, f"its last {config.num_kv_shared_layers} layers share the KV of earlier ones")
+        raise refused(name, f"its last {config.num_kv_shared_layers} layers share the KV of earlier ones")
     parameters = getattr(config, "rope_parameters", None) or {}
     for group in [parameters, *(group for group in parameters.values() if isinstance(group, dict))]:
         rope_type, own = group.get("rope_type"), getattr(config, "max_position_embeddings", max_model_len)
         limit = min(own, group.get("original_max_position_embeddings") or own)
         if rope_type in ROPE_TYPES_BY_LONGEST_ROW and max_model_len > limit:
-            raise _refused(
+            raise refused(
                 name,
                 f"beyond {limit} tokens its rotary scaling ({rope_type}) depends on the longest row of a batch; "
                 f"--max-model-len {limit} serves it",
             )
 
 
-def _refused(name: str, reason: str) -> ModelError:
+def refused(name: str, reason: str) -> ModelError:
     return ModelError(f"--model {name}: not supported: {reason}")

@@ -6,14 +6,27 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cbgen.config import SLIDING_ATTENTION, ModelShape
+from cbgen.errors import first_line
 from cbgen.models import seam
 from cbgen.models.loading import ModelDescription
 
 
 def expected_shape(description: ModelDescription) -> ModelShape:
-    """The shape that the probe at load will find. Raises ModelError for what the config says cannot be served."""
+    """The shape that the probe at load will find, for a model that is served.
+
+    Raises ModelError for one whose config says that it is not, or does not say enough.
+    """
     config: Any = description.config.get_text_config()
+    try:
+        return _shape_in(config, description)
+    except AttributeError as error:
+        raise seam.refused(description.name, f"its config does not tell its shape: {first_line(error)}") from error
+
+
+def _shape_in(config: Any, description: ModelDescription) -> ModelShape:
     seam.refuse_by_config(config, description.max_model_len, description.name)
+    if getattr(config, "kv_lora_rank", None):
+        raise seam.refused(description.name, "its keys and values are compressed (multi-head latent attention)")
     layer_types = seam.layer_types_of(config, description.max_model_len)
     num_heads = config.num_attention_heads
     return ModelShape(
