@@ -18,6 +18,7 @@ from cbgen.engine.requests import RequestState, SamplingParams
 CPU = torch.device("cpu")
 FREE_BYTES = 4 << 30
 MOST_POISONED_BYTES = 64 << 20
+POISON = 2  # no random prompt has it
 NAN_BYTE = 0xFF  # four of them are a NaN of float32
 
 
@@ -48,6 +49,15 @@ def model_of(name: str, config: PretrainedConfig, **changes: object) -> ModelUnd
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     return ModelUnderTest.of(name, model, frozenset([1]))
+
+
+def poisoned(under_test: ModelUnderTest, token_id: int = POISON) -> ModelUnderTest:
+    """The same model, but a row that has this token gets logits of NaN; its reference knows nothing of that."""
+    under_test = copy.deepcopy(under_test)
+    under_test.name += " with a poisoned token"
+    with torch.no_grad():
+        under_test.model.get_input_embeddings().weight[token_id] = torch.nan
+    return under_test
 
 
 def engine_for(under_test: ModelUnderTest, **options: object) -> Engine:

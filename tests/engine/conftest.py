@@ -5,12 +5,28 @@ from collections.abc import Callable
 
 import pytest
 from engine.outgrown_harness import Choice
+from engine_harness import model_of
+from tiny_models import CONFIGS, ModelUnderTest
 
 import cbgen.engine.manager
 from cbgen.cache.paged_cache import PagedCache
 from cbgen.engine.offloading import choose_victims
 from cbgen.engine.requests import RequestState
 from cbgen.engine.scheduler import ScheduledBatch
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3() -> ModelUnderTest:
+    """Sliding and full attention in turn. A head tied to the scaled embedding would only repeat the last token."""
+    return model_of("gemma3", CONFIGS["gemma3"], tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_coarse() -> ModelUnderTest:
+    """Two full layers and five sliding ones, so that a chunk takes several blocks of both types."""
+    kinds = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"] * 3
+    changes = {"num_hidden_layers": 7, "layer_types": kinds, "sliding_window": 12, "tie_word_embeddings": False}
+    return model_of("gemma3 of 7 layers", CONFIGS["gemma3"], **changes)
 
 
 @pytest.fixture

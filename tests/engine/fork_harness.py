@@ -30,7 +30,7 @@ _expected: dict[tuple[str, int, tuple[int, ...]], list[list[int]]] = {}
 
 
 def expected_samples(under_test: ModelUnderTest, prompt: list[int], max_tokens: int) -> list[list[int]]:
-    """The same samples as separate requests that share nothing."""
+    """The same samples as separate requests that share nothing; one that fails has the tokens up to there."""
     key = (under_test.name, max_tokens, tuple(prompt))
     if key not in _expected:
         engine = engine_for(under_test, allow_block_sharing=False)

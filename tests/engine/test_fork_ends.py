@@ -1,18 +1,16 @@
 """Forks whose leader does not get to the end of its prompt, or not in one go."""
 
 import pytest
-import torch
 from engine.fork_harness import NUM_SAMPLES, assert_as_expected, fork_group, members_of
 from engine.integer_world import World
-from engine_harness import engine_for, random_ids, run_all
-from tiny_models import ModelUnderTest, build
+from engine_harness import POISON, engine_for, poisoned, random_ids, run_all
+from tiny_models import ModelUnderTest
 
 from cbgen.engine.manager import ListSource, Manager
 from cbgen.engine.requests import FinishReason, RequestState, RequestStatus, SamplingParams
 
 PAGE = 16
 PROMPT = random_ids(3 * PAGE + 5, seed=3 * PAGE + 5)
-POISON = 2  # no random prompt has it
 OTHER = random_ids(20, seed=1)
 
 
@@ -44,12 +42,9 @@ def test_the_longest_fork_decides_whether_all_fit(tiny_llama: ModelUnderTest) ->
 
 
 @pytest.mark.parametrize("options", [{}, {"max_requests_per_batch": 2}, {"max_batch_tokens": 20}])
-def test_a_failed_leader_takes_its_forks_along(options: dict[str, int]) -> None:
+def test_a_failed_leader_takes_its_forks_along(tiny_llama: ModelUnderTest, options: dict[str, int]) -> None:
     """Logits of the prompt that are not finite fail all its samples with the same reason, and nobody else."""
-    model = build("llama")
-    under_test = ModelUnderTest.of("llama", model, frozenset([1]))
-    with torch.no_grad():
-        model.get_input_embeddings().weight[POISON] = torch.nan
+    under_test = poisoned(tiny_llama)
     leaders = [fork_group([*PROMPT, POISON], 4), fork_group(OTHER, 4, first_id=10)]
     members = members_of(leaders)
     engine = engine_for(under_test, **options)

@@ -2,14 +2,14 @@
 
 import pytest
 from engine.integer_world import PAGE, World, layout_of
-from engine_harness import Prompt, assert_parity, engine_for, greedy_requests, model_of, random_ids, run_all
-from tiny_models import CONFIGS, ModelUnderTest
+from engine_harness import Prompt, assert_parity, engine_for, greedy_requests, random_ids, run_all
+from tiny_models import ModelUnderTest
 
 from cbgen.engine.manager import Manager
 from cbgen.engine.requests import RequestState
 
 # Two full and five sliding layers: chunks of ten pages, five full blocks or two sliding ones.
-NUM_FULL, NUM_SLIDING = 2, 5
+NUM_FULL, NUM_SLIDING = 2, 5  # as tiny_coarse has them
 # Data chunks, window, and prompt lengths with which one request is left alone without room for its next token.
 CASES = [
     pytest.param(4, 12, [3, 5], 24, id="two"),
@@ -57,19 +57,12 @@ def test_the_last_one_leaves_and_one_runs_alone(
     assert all(request.num_generated_tokens == max_tokens for request in requests)
 
 
-@pytest.fixture(scope="module")
-def coarse() -> ModelUnderTest:
-    """Gemma 3 with as many layers as a chunk of several blocks of both types takes."""
-    kinds = ["sliding_attention", "full_attention"] * NUM_FULL + ["sliding_attention"] * (NUM_SLIDING - NUM_FULL)
-    return model_of("gemma3 of 7 layers", CONFIGS["gemma3"], num_hidden_layers=7, layer_types=kinds, sliding_window=12)
-
-
 @pytest.mark.parametrize("cpu_offload_space", [0.0, 0.01], ids=["soft reset", "swap"])
-def test_a_fragmented_cache_of_a_real_model(coarse: ModelUnderTest, cpu_offload_space: float) -> None:
+def test_a_fragmented_cache_of_a_real_model(tiny_coarse: ModelUnderTest, cpu_offload_space: float) -> None:
     """The same case with a model: the tokens are those of model.generate, whether it starts over or is swapped."""
     prompts = [Prompt(random_ids(length, seed=length), 24) for length in (3, 5)]
     engine = engine_for(
-        coarse,
+        tiny_coarse,
         page_size=PAGE,
         num_blocks=5,
         safety_margin=0.0,
@@ -80,7 +73,7 @@ def test_a_fragmented_cache_of_a_real_model(coarse: ModelUnderTest, cpu_offload_
     seen: list[tuple[RequestState, list[int]]] = []
     watch_last_ones(engine.manager, seen)
     finished = run_all(engine, greedy_requests(prompts))
-    assert_parity(coarse, prompts, finished)
+    assert_parity(tiny_coarse, prompts, finished)
     assert len(seen) == 1
     assert (engine.manager.metrics.recomputed_tokens == 0) == (cpu_offload_space > 0)
 

@@ -5,8 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 from engine.outgrown_harness import options_for, outgrowing_prompts
-from engine_harness import Prompt, assert_parity, engine_for, greedy_requests, mixed_prompts, run_all
-from tiny_models import ModelUnderTest, build
+from engine_harness import (
+    POISON,
+    Prompt,
+    assert_parity,
+    engine_for,
+    greedy_requests,
+    mixed_prompts,
+    poisoned,
+    run_all,
+)
+from tiny_models import ModelUnderTest
 
 from cbgen.engine.manager import ListSource
 from cbgen.engine.metrics import request_times
@@ -49,17 +58,12 @@ def test_a_request_as_large_as_the_cache_runs(tiny_llama: ModelUnderTest) -> Non
     assert run_all(engine_for(tiny_llama, num_blocks=8), greedy_requests(prompts))[0].error is not None
 
 
-def test_non_finite_logits_fail_their_row_alone() -> None:
+def test_non_finite_logits_fail_their_row_alone(tiny_llama: ModelUnderTest) -> None:
     """Non-finite logits in one row: an error row; its neighbours, and those that get its pages next, are unharmed."""
-    model = build("llama")
-    poison = 9
-    under_test = ModelUnderTest.of("llama", model, frozenset())
-    with torch.no_grad():
-        model.get_input_embeddings().weight[poison] = torch.nan
-    healthy = mixed_prompts(12, 320, seed=3)
+    under_test = poisoned(tiny_llama)
     prompts = [
-        Prompt([poison, 5, 6], 8) if place % 4 == 1 else Prompt([t for t in p.token_ids if t != poison] or [5], 12)
-        for place, p in enumerate(healthy)
+        Prompt([POISON, 5, 6], 8) if place % 4 == 1 else prompt
+        for place, prompt in enumerate(mixed_prompts(12, 320, most=12, seed=3))
     ]
     finished = run_all(engine_for(under_test, num_blocks=14, max_requests_per_batch=4), greedy_requests(prompts))
     for place, (prompt, request) in enumerate(zip(prompts, finished, strict=True)):

@@ -1,16 +1,14 @@
 """Requests that wait for another's prefill of their prefix: released when it is there, and when it will never be."""
 
 import pytest
-import torch
-from engine_harness import Prompt, assert_parity, engine_for, greedy_requests, random_ids, run_all
-from tiny_models import ModelUnderTest, build
+from engine_harness import POISON, Prompt, assert_parity, engine_for, greedy_requests, poisoned, random_ids, run_all
+from tiny_models import ModelUnderTest
 
 from cbgen.engine.manager import Manager
 from cbgen.engine.requests import FinishReason, RequestStatus
 
 PAGE = 16
 PREFIX = random_ids(6 * PAGE, seed=1)
-POISON = 2  # no random prompt has it
 CHUNKED = {"max_batch_tokens": 20, "max_requests_per_batch": 8}
 
 
@@ -54,19 +52,10 @@ def test_cancel_releases_who_waits(tiny_llama: ModelUnderTest, place: int, after
     assert computed == len(PREFIX) + len(others) + lost
 
 
-def poisoned_llama() -> ModelUnderTest:
-    """Its copy that answers what is right knows no poison."""
-    model = build("llama")
-    under_test = ModelUnderTest.of("llama", model, frozenset())
-    with torch.no_grad():
-        model.get_input_embeddings().weight[POISON] = torch.nan
-    return under_test
-
-
 @pytest.mark.parametrize("max_batch_tokens", [20, 400])
-def test_failure_releases_who_waits(max_batch_tokens: int) -> None:
+def test_failure_releases_who_waits(tiny_llama: ModelUnderTest, max_batch_tokens: int) -> None:
     """The one that computes the prefix fails at the end of its prompt: who shares the prefix is unharmed."""
-    under_test = poisoned_llama()
+    under_test = poisoned(tiny_llama)
     failing = Prompt([*PREFIX, POISON, *random_ids(30, seed=2)], 4)
     prompts = [failing, *sharing_prompts(5)]
     engine = engine_for(under_test, max_batch_tokens=max_batch_tokens)
@@ -77,9 +66,9 @@ def test_failure_releases_who_waits(max_batch_tokens: int) -> None:
     assert all(request.computes_alone for request in others if request.num_soft_resets)
 
 
-def test_poison_in_the_prefix_fails_all_who_share_it_and_nobody_else() -> None:
+def test_poison_in_the_prefix_fails_all_who_share_it_and_nobody_else(tiny_llama: ModelUnderTest) -> None:
     """Blocks of NaN are as good a prefix as any: their rows fail, also those that only took them over."""
-    under_test = poisoned_llama()
+    under_test = poisoned(tiny_llama)
     prompts = [Prompt([*PREFIX[:5], POISON, *PREFIX[5:], 3 + number], 4) for number in range(4)]
     prompts += [Prompt([*PREFIX[:5], 7, *PREFIX[5:], 3 + number], 4) for number in range(4)]
     engine = engine_for(under_test, num_blocks=20)
@@ -89,9 +78,9 @@ def test_poison_in_the_prefix_fails_all_who_share_it_and_nobody_else() -> None:
     assert engine.manager.metrics.prefix_hit_tokens == 2 * 3 * len(PREFIX)
 
 
-def test_a_failed_request_releases_who_waited_for_its_prompt() -> None:
+def test_a_failed_request_releases_who_waited_for_its_prompt(tiny_llama: ModelUnderTest) -> None:
     """Those that wait for the prefill of a request that fails go on, with nobody else active."""
-    under_test = poisoned_llama()
+    under_test = poisoned(tiny_llama)
     prompts = [Prompt([POISON, *PREFIX], 4), Prompt([POISON, *PREFIX, 5], 4), Prompt([8, 9], 2)]
     engine = engine_for(under_test, max_batch_tokens=20)
     first, second, third = run_all(engine, greedy_requests(prompts))
