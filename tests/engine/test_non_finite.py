@@ -71,6 +71,16 @@ def test_a_crowd_over_the_prefix_of_a_failing_row(llama: ModelUnderTest, options
     assert engine.manager.metrics.computed_prompt_tokens == before + 10, "good pages of the prefix are known by now"
 
 
+def test_pages_of_a_failed_row_are_not_taken_over(llama: ModelUnderTest) -> None:
+    """A row that comes after it computes the prefix itself, at once and not after a failure of its own."""
+    engine = engine_for(llama)
+    run_all(engine, greedy_requests([FAILING]))
+    prompts = sharing_prompts(5)
+    assert_parity(llama, prompts, run_all(engine, greedy_requests(prompts, first_id=1)))
+    assert engine.manager.metrics.soft_resets == 0
+    assert engine.manager.metrics.computed_prompt_tokens == len(FAILING.token_ids) + len(PREFIX) + 5
+
+
 def run_with(engine: Engine, requests: list[RequestState], at_step: int, act) -> list[RequestState]:
     """Acts once, after so many steps."""
 

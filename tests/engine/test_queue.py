@@ -107,17 +107,20 @@ def test_planning_looks_at_a_bounded_part_of_the_queue(show: Callable[[str], Non
     assert looked_at[0][0] == MAX_SKIPPED_PER_STEP + 1
 
 
-def test_who_waits_for_a_prefix_stands_in_nobodys_way() -> None:
-    """Any number of requests may wait for the prefill of a prefix; others behind them are admitted meanwhile."""
-    world = World(100, max_requests_per_batch=32, max_batch_tokens=10)
-    first, *sharing = world.add(*[3 * PAGE] * (1 + 2 * MAX_SKIPPED_PER_STEP), prefix=2 * PAGE, max_tokens=1)
-    (other,) = world.add(1, max_tokens=1)
-    assert world.step() == [(first.request_id, 10)], "it used up the budget"
-    assert world.step() == [(0, 2), (1, 4), (2, 4)]
-    assert world.cache.num_owned_blocks(0) == 0
-    assert sharing[0].is_finished
-    world.run()
-    assert other.is_finished
+def test_a_promised_prefix_is_waited_for() -> None:
+    """A prompt begun finds no room in the cache budget: who shares what is left of it waits, and others go in."""
+    world = World(100, cache_budget_pages=12, cache_type=CountingCache, max_requests_per_batch=6)
+    world.add(4 * PAGE)
+    world.step()
+    world.add(10 * PAGE, prefix=5 * PAGE)
+    assert world.step() == [(0, 1), (1, 15)]
+    sharing = world.add(*[5 * PAGE + 1] * 1000, prefix=5 * PAGE)
+    world.cache.num_matches = 0
+    assert world.step() == [(0, 1)], "five pages for the first, and eight for the next piece of the second"
+    assert world.cache.num_matches == 6 + MAX_SKIPPED_PER_STEP, "of a thousand that wait for the fourth page on"
+    assert not any(world.cache.num_owned_blocks(request.request_id) for request in sharing)
+    world.manager.cancel(world.requests[1])
+    assert world.step() == [(0, 1), (2, 9), (3, 1)], "the first of them computes the rest, the next takes it over"
 
 
 def hold_back(world: World, requests: list[RequestState]) -> None:
@@ -136,6 +139,21 @@ def test_offloaded_requests_return_oldest_first_and_before_new_ones() -> None:
     assert world.step() == [(0, 1)]
     world.manager.cancel(requests[0])
     assert [request_id for request_id, _ in world.step()] == [1, 2, 3]
+
+
+def test_an_offloaded_request_returns_when_all_of_it_finds_room() -> None:
+    """Its next piece would fit, and it would soon have to leave again: it waits, unless nothing else is active."""
+    world = World(11, allow_block_sharing=False)
+    first, second, third = world.add(20, 1, 24, max_tokens=9)
+    world.step()
+    assert world.step() == [(0, 4), (1, 1), (2, 11)]
+    world.add(1)
+    hold_back(world, [third])
+    assert world.step() == [(0, 1), (1, 1)]
+    world.manager.cancel(second)
+    assert world.step() == [(0, 1)], "five blocks are free: enough for the next piece, not for all six"
+    world.manager.cancel(first)
+    assert world.step() == [(2, 16)]
 
 
 def test_nobody_new_passes_an_offloaded_request() -> None:
