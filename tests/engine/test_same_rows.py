@@ -24,6 +24,8 @@ WAYS = {
     "a small cache and a swap pool": {"num_blocks": 6, "safety_margin": 0.0, "cpu_offload_space": 0.01},
 }
 
+LONG = ("three in a batch", "pieces of 16 tokens", "pages of 64 tokens")
+
 
 def params_of(number: int) -> SamplingParams:
     """Greedy, plain, top-k, top-p and both, with seeds of their own."""
@@ -53,7 +55,7 @@ def expected(under_test: ModelUnderTest) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.long) if way in LONG else way for way in WAYS])
 def test_another_batch_size_or_budget(request: pytest.FixtureRequest, name: str, way: str) -> None:
     """Same rows with another batch size, order or budget: same tokens."""
     under_test: ModelUnderTest = request.getfixturevalue(f"tiny_{name}")

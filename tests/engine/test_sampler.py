@@ -1,6 +1,7 @@
 """Draws: greedy, filtered as transformers filters, distributed as the softmax says, and each row's own."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -54,8 +55,10 @@ def filtered_distribution(logits: torch.Tensor, params: SamplingParams) -> torch
     return scores.softmax(-1)[0]
 
 
-def draw_counts(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """[vocab]: how often each token comes in NUM_DRAWS draws, over 400 seeds and 50 positions."""
+@cache
+def draw_counts(seed: int, params: SamplingParams) -> torch.Tensor:
+    """[vocab]: how often each token of even_logits comes in NUM_DRAWS draws, over 400 seeds and 50 positions."""
+    logits = even_logits(seed)
     seeded = [replace(params, seed=seed) for seed in range(NUM_DRAWS // 50)]
     requests = [request_at(one, position) for one in seeded for position in range(50)]
     token_ids = sample(logits.expand(NUM_DRAWS, -1), requests)
@@ -96,10 +99,10 @@ def test_a_temperature_near_zero_is_greedy(params, temperature):
 @pytest.mark.parametrize("options", FILTERS)
 def test_the_tokens_ever_drawn_are_those_transformers_keeps(options):
     """Over many draws each token that the warpers keep comes, and no other ever does."""
-    logits, params = even_logits(seed=4), replace(GREEDY, **options)
+    logits, params = even_logits(seed=5), replace(GREEDY, **options)
     expected = filtered_distribution(logits, params)
     assert expected[expected > 0].min() * NUM_DRAWS > 12, "each kept token must be certain to come"
-    assert torch.equal(draw_counts(logits, params) > 0, expected > 0)
+    assert torch.equal(draw_counts(5, params) > 0, expected > 0)
 
 
 @pytest.mark.parametrize("options", FILTERS)
@@ -107,7 +110,7 @@ def test_the_tokens_ever_drawn_are_those_transformers_keeps(options):
 def test_draws_follow_the_filtered_distribution(options, seed):
     """The counts of 20,000 draws pass a chi-square test against the exact distribution."""
     logits, params = even_logits(seed), replace(GREEDY, **options)
-    probabilities, counts = filtered_distribution(logits, params), draw_counts(logits, params)
+    probabilities, counts = filtered_distribution(logits, params), draw_counts(seed, params)
     kept = probabilities > 0
     expected = probabilities[kept] * NUM_DRAWS
     statistic = ((counts[kept] - expected) ** 2 / expected).sum().item()
