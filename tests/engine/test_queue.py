@@ -156,6 +156,17 @@ def test_an_offloaded_request_returns_when_all_of_it_finds_room() -> None:
     assert world.step() == [(2, 16)]
 
 
+@pytest.mark.xfail(strict=True, reason="pages that it could take over count as if they had to be found")
+def test_an_offloaded_request_that_shares_its_pages_needs_room_for_its_own_alone() -> None:
+    """Five of its six pages are those of an active request, and three blocks are free."""
+    world = World(9, max_batch_tokens=64)
+    _, second, third = world.add(21, 1, 21, prefix=20, max_tokens=8)
+    world.step()
+    hold_back(world, [third])
+    world.manager.cancel(second)
+    assert world.step() == [(0, 1), (2, 2)]
+
+
 def test_nobody_new_passes_an_offloaded_request() -> None:
     """Once something has finished, a small new request still waits behind an offloaded one that does not fit."""
     world = World(9, max_batch_tokens=64, allow_block_sharing=False)
