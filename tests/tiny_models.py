@@ -43,6 +43,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **COMMON,
         **DECODER,
         sliding_window=WINDOW,
+        tie_word_embeddings=False,  # tied ones repeat the last token of the prompt, whatever came before
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
 }

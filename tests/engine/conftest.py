@@ -16,16 +16,10 @@ from cbgen.engine.scheduler import ScheduledBatch
 
 
 @pytest.fixture(scope="session")
-def tiny_gemma3() -> ModelUnderTest:
-    """Sliding and full attention in turn. A head tied to the scaled embedding would only repeat the last token."""
-    return model_of("gemma3", CONFIGS["gemma3"], tie_word_embeddings=False)
-
-
-@pytest.fixture(scope="session")
 def tiny_coarse() -> ModelUnderTest:
     """Two full layers and five sliding ones, so that a chunk takes several blocks of both types."""
     kinds = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"] * 3
-    changes = {"num_hidden_layers": 7, "layer_types": kinds, "sliding_window": 12, "tie_word_embeddings": False}
+    changes = {"num_hidden_layers": 7, "layer_types": kinds, "sliding_window": 12}
     return model_of("gemma3 of 7 layers", CONFIGS["gemma3"], **changes)
 
 
