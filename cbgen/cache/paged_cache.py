@@ -75,18 +75,22 @@ class PagedCache:
         False, and nothing changed, when there is none. token_ids: all it has; what of them is still to be written is
         promised to others (see PrefixCache).
         """
-        missing = self.missing_blocks(request_id, num_tokens)
-        if self._prefix_cache is None:
-            return self._grow_if_covered(request_id, missing)
-        missing = (missing[0] - len(match.blocks),)
-        taken = self._prefix_cache.num_initialized_among(match.blocks)  # matched ones are not free (law 2)
-        if not self._covers(missing, self._num_free_chunks - taken):
+        if not self.has_room_for(request_id, num_tokens, match):
             return False
-        assert self._full is not None
-        self._full.adopt(request_id, match.blocks)
-        self._full.grow(request_id, missing[0])
-        self._prefix_cache.promise(request_id, token_ids)
+        if self._prefix_cache is not None and self._full is not None:
+            self._full.adopt(request_id, match.blocks)
+        for allocator, count in zip(self.allocators, self.missing_blocks(request_id, num_tokens), strict=True):
+            allocator.grow(request_id, count)
+        if self._prefix_cache is not None:
+            self._prefix_cache.promise(request_id, token_ids)
         return True
+
+    def has_room_for(self, request_id: int, num_tokens: int, match: PrefixMatch = NO_MATCH) -> bool:
+        """Whether a request that holds nothing could be admitted with its first `num_tokens` tokens."""
+        first, *others = self.missing_blocks(request_id, num_tokens)
+        taken = 0 if self._prefix_cache is None else self._prefix_cache.num_initialized_among(match.blocks)
+        # Matched blocks need not be found, and are not free (law 2).
+        return self._covers((first - len(match.blocks), *others), self._num_free_chunks - taken)
 
     def allocate(self, request_id: int, num_tokens: int) -> bool:
         """Makes room for an active request's first `num_tokens` tokens. False, and nothing changed, without any."""

@@ -218,18 +218,18 @@ class Scheduler(ABC):
         """Puts a waiting request's next tokens in the batch if budget and cache allow it; all or nothing."""
         start = max(request.num_computed_tokens, len(match.blocks) * self._cache.page_size)
         kv_length = start + min(len(request.token_ids) - start, budget.query_tokens)
-        if not self._within_cache_budget(request, match, kv_length, budget) or not self._may_return(request):
+        if not self._within_cache_budget(request, match, kv_length, budget) or not self._may_return(request, match):
             return False
         if not self._cache.admit(request.request_id, request.token_ids, kv_length, match):
             return False
         self._enter(request, start, kv_length, match, budget, batch)
         return True
 
-    def _may_return(self, request: RequestState) -> bool:
+    def _may_return(self, request: RequestState, match: PrefixMatch) -> bool:
         """An offloaded request comes back when all it had finds room: with less it would soon have to leave again."""
         if not (request.was_offloaded and self._active):
             return True
-        return self._cache.covers(self._cache.missing_blocks(request.request_id, len(request.token_ids)))
+        return self._cache.has_room_for(request.request_id, len(request.token_ids), match)
 
     def _enter(
         self,

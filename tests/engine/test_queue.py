@@ -156,7 +156,6 @@ def test_an_offloaded_request_returns_when_all_of_it_finds_room() -> None:
     assert world.step() == [(2, 16)]
 
 
-@pytest.mark.xfail(strict=True, reason="pages that it could take over count as if they had to be found")
 def test_an_offloaded_request_that_shares_its_pages_needs_room_for_its_own_alone() -> None:
     """Five of its six pages are those of an active request, and three blocks are free."""
     world = World(9, max_batch_tokens=64)
