@@ -134,8 +134,13 @@ class Scheduler(ABC):
     @property
     def may_start_fork(self) -> bool:
         """Whether one more new request may become active now, without having waited in the queue."""
-        held = self._admission_held or (bool(self._waiting) and self._waiting[0].was_offloaded)
+        held = self._admission_held or self._offloaded_wait
         return not held and len(self._active) < self._config.max_requests_per_batch and self._above_margin
+
+    @property
+    def _offloaded_wait(self) -> bool:
+        """Whether anybody in the queue was offloaded: they are its head."""
+        return bool(self._waiting) and self._waiting[0].was_offloaded
 
     @property
     def _above_margin(self) -> bool:
@@ -159,17 +164,19 @@ class Scheduler(ABC):
     def remove(self, request: RequestState) -> None:
         """A request has finished, active or waiting; what it held is free for others."""
         self._overtaken.pop(request.request_id, None)
-        if self._active.pop(request.request_id, None) is None:
-            self._waiting.remove(request)
-            self._admission_held &= bool(self._active)
-        else:
+        if self._active.pop(request.request_id, None) is not None:
+            self._admission_held = False
+            return
+        self._waiting.remove(request)
+        if request.was_offloaded and not self._offloaded_wait:
             self._admission_held = False
 
     def put_back(self, requests: list[RequestState]) -> None:
         """Offloaded requests return to the head of the queue, oldest first.
 
         Admission then waits until something finishes: blocks come free in no other way, and a request let in before
-        would only be offloaded again. When nothing is left active, one is let in, and runs alone until then.
+        would only be offloaded again. When nothing is left active, one is let in, and runs alone until then. With the
+        last offloaded one cancelled, nobody is left to wait for.
         """
         self.requeue(requests)
         self._admission_held = True
