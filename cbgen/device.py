@@ -33,6 +33,14 @@ def pick_device(name: str, must_exist: bool = True) -> torch.device:
     return device
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was given; a CPU has done it when the call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 def free_memory_bytes(device: torch.device) -> int:
     """Bytes that can be allocated on the device now; for the CPU, within the container's limit."""
     if device.type == "cuda":
