@@ -14,6 +14,8 @@ from cbgen import options
 from cbgen.errors import EXIT_FATAL, EXIT_INTERRUPTED, CbgenError, UsageError
 from cbgen.report import print_line
 
+JOB_INTERRUPTED = "interrupted; finished rows are published, the same command continues the job"
+
 app = typer.Typer(
     name="cbgen",
     help="Offline batch text generation: prompts in, completions out, with continuous batching.",
@@ -128,7 +130,7 @@ def _json_object(option: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _guarded(console: Console, command: Any) -> int:
+def _guarded(console: Console, command: Any, interrupted: str = JOB_INTERRUPTED) -> int:
     """Runs a command; a failure that cbgen names becomes one line and its exit code."""
     try:
         return command()
@@ -136,7 +138,7 @@ def _guarded(console: Console, command: Any) -> int:
         print_line(console, f"cbgen: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print_line(console, "cbgen: interrupted; finished rows are published, the same command continues the job")
+        print_line(console, f"cbgen: {interrupted}")
         return EXIT_INTERRUPTED
 
 
@@ -197,6 +199,53 @@ def size(
         return 0
 
     code = _guarded(console, show)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
+def bench(
+    context: typer.Context,
+    model: options.Model = None,
+    workload: options.Workload = "random",
+    backend: options.Backend = None,
+    runs: options.Runs = 2,
+    profile: options.Profile = True,
+    num_prompts: options.NumPrompts = None,
+    input_len: options.InputLen = None,
+    output_len: options.OutputLen = None,
+    prefix_len: options.PrefixLen = None,
+    output_json: options.OutputJson = None,
+    revision: options.Revision = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    max_model_len: options.MaxModelLen = None,
+    page_size: options.PageSize = None,
+    num_blocks: options.NumBlocks = None,
+    max_batch_tokens: options.MaxBatchTokens = None,
+    max_requests_per_batch: options.MaxRequestsPerBatch = None,
+    max_memory_percent: options.MaxMemoryPercent = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    scheduler_type: options.SchedulerType = "fifo",
+    safety_margin: options.SafetyMargin = None,
+    allow_block_sharing: options.AllowBlockSharing = True,
+    cpu_offload_space: options.CpuOffloadSpace = 0.0,
+) -> None:
+    """Time the same requests on one or several backends, taking turns, and show where cbgen's time goes.
+
+    Greedy, and every request generates exactly its tokens, so that all backends do the same work. Loading and one small
+    warm-up are not timed. Exit code 1: a backend could not run.
+    """
+    console = Console(stderr=True)
+
+    def measure() -> int:
+        if model is None:
+            raise UsageError("--model is missing")
+        from cbgen.bench import bench_spec, run_bench
+
+        return run_bench(bench_spec(context.params), console, Console())
+
+    code = _guarded(console, measure, interrupted="interrupted; nothing was written")
     if code:
         raise typer.Exit(code)
 

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 INPUT, SAMPLING, ENGINE, OUTPUT = "Input", "Sampling", "Engine", "Output"
+WORKLOAD = "Workload"
 
 Input = Annotated[
     list[str],
@@ -161,3 +162,45 @@ Tokens = Annotated[
     list[int] | None,
     typer.Option(help="Length of a request, prompt and output; may be repeated.", show_default="256, 1024, 4096, ..."),
 ]
+Workload = Annotated[
+    str,
+    typer.Option(
+        help="random, shared-prefix, or a JSONL file whose lines have prompt or prompt_ids, and max_tokens.",
+        rich_help_panel=WORKLOAD,
+    ),
+]
+NumPrompts = Annotated[
+    int | None,
+    typer.Option(
+        help="Requests; of a file, the first ones.", rich_help_panel=WORKLOAD, show_default="64; all of a file"
+    ),
+]
+InputLen = Annotated[
+    int | None,
+    typer.Option(help="Random tokens of each prompt, after the prefix.", rich_help_panel=WORKLOAD, show_default="128"),
+]
+OutputLen = Annotated[
+    int | None,
+    typer.Option(help="Tokens to generate for each request.", rich_help_panel=WORKLOAD, show_default="64"),
+]
+PrefixLen = Annotated[
+    int | None,
+    typer.Option(
+        help="Random tokens that all prompts begin with.",
+        rich_help_panel=WORKLOAD,
+        show_default="0 for random, 512 for shared-prefix",
+    ),
+]
+Backend = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="cbgen; hf: transformers' generate in batches of 32; hf-cb: its continuous batching. May be repeated.",
+        show_default="cbgen",
+    ),
+]
+Runs = Annotated[int, typer.Option(help="Timed runs of each backend, taking turns.")]
+Profile = Annotated[
+    bool,
+    typer.Option("--profile/--no-profile", help="Run cbgen once more, untimed, to see where its time goes."),
+]
+OutputJson = Annotated[str | None, typer.Option(help="Write all figures to this JSON file.", rich_help_panel=OUTPUT)]

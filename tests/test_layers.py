@@ -19,7 +19,12 @@ FLOORS = [
     ["models"],
     ["row_checks", "prompting", "jobspec"],
     ["pipeline", "report", "resolution"],
-    ["job", "size"],
+    ["bench_workloads", "bench_work"],
+    ["bench_profile"],
+    ["bench_backends"],
+    ["bench_worker"],
+    ["bench_report"],
+    ["job", "size", "bench"],
     ["options", "cli"],
     ["__main__"],
 ]
@@ -44,7 +49,8 @@ def test_imports_point_downwards(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["size", "--help"], ["env", "--help"], ["--version"]]
+    "arguments",
+    [["--help"], ["run", "--help"], ["size", "--help"], ["bench", "--help"], ["env", "--help"], ["--version"]],
 )
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     """The help of every command works without torch, transformers, pyarrow or numpy in the process."""
