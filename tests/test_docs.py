@@ -19,7 +19,7 @@ COMMANDS = get_command(app).commands
 OPTIONS = {
     name for command in COMMANDS.values() for option in command.params for name in option.opts + option.secondary_opts
 }
-LAST_LINES = {"run": "Throughput: ", "size": "fits "}
+LAST_LINES = {"run": "Throughput: ", "size": "fits ", "bench": "profiled "}
 
 
 def commands() -> list[tuple[list[str], int]]:
