@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import ContinuousBatchingConfig as TransformersBatchingConfig
 
 from cbgen.bench_profile import Profile, profiling
-from cbgen.bench_work import Ceilings, ModelCosts
+from cbgen.bench_work import Ceilings, ModelCosts, bare_model
 from cbgen.bench_workloads import BenchRequest
 from cbgen.cache.sizing import with_memory_utilization
 from cbgen.config import ResolvedConfig
@@ -77,7 +77,8 @@ class CbgenBackend:
             generated = _run_engine(engine, requests)
         layout = engine.plan.layout
         kv_token_bytes = engine.plan.chunk_bytes / layout.pages_per_chunk / layout.page_size
-        costs = ModelCosts.of(self._model, self._shape, kv_token_bytes)
+        bare = bare_model(self._options.model)
+        costs = ModelCosts.of(bare, self._shape, kv_token_bytes)
         assert engine.config.num_blocks is not None, "the cache is sized when an engine is built"
         return Profile(
             seconds=profiler.seconds,
@@ -85,7 +86,7 @@ class CbgenBackend:
             work=profiler.work,
             flops=costs.flops(profiler.work),
             kv_bytes=costs.kv_bytes(profiler.work),
-            ceilings=Ceilings.measure(self._model, device),
+            ceilings=Ceilings.measure(bare, device),
             attention_backend=engine.kernel,
             num_blocks=engine.config.num_blocks,
         )

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cbgen.config import DEFAULT_MAX_BATCH_TOKENS, FULL_ATTENTION, ModelShape
 from cbgen.device import synchronize
 from cbgen.engine.scheduler import ScheduledBatch
+from cbgen.models.loading import ModelDescription
 
 MATRIX_SECONDS = 1.0
 READ_BYTES, READ_TRIES = 256 << 20, 8
@@ -72,6 +73,7 @@ class ModelCosts:
 
     @classmethod
     def of(cls, model: PreTrainedModel, shape: ModelShape, kv_token_bytes: float) -> "ModelCosts":
+        """model: with transformers' own modules, see bare_model."""
         config = model.config.get_text_config()
         chosen = getattr(config, "num_experts_per_tok", None) or 0
         experts = sum(chosen * weights.numel() / len(weights) for weights in expert_weights(model))
@@ -103,7 +105,7 @@ class Ceilings:
 
     @classmethod
     def measure(cls, model: PreTrainedModel, device: torch.device) -> "Ceilings":
-        """Takes some two seconds. Matrix products are of a full batch, at the shapes of the model's layers."""
+        """Takes some two seconds. Matrix products are of a full batch, at the shapes of the layers of a bare model."""
         shapes = sorted(set(_layer_shapes(model)))
         num_tokens = DEFAULT_MAX_BATCH_TOKENS[device.type]
         rates = [
@@ -115,9 +117,16 @@ class Ceilings:
         return cls(dtype, rate, _read_rate(device), [num_tokens, *best_shape])
 
 
+def bare_model(description: ModelDescription) -> PreTrainedModel:
+    """The model without its weights, with the modules that transformers gives it: a loaded one may have others."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(description.config, dtype=description.dtype)
+
+
 def is_linear(module: torch.nn.Module) -> bool:
-    """Whether a module is a matrix product with weights: torch's own, transformers' two others, or one of cbgen's."""
-    return _shape(module) is not None or any(weights.dim() == 3 for weights in module.parameters(recurse=False))
+    """Whether a module is matrix products with weights: torch's own, transformers' two others, or one of cbgen's."""
+    own = getattr(module, "is_cbgen_linear", False) or _shape(module) is not None
+    return own or any(weights.dim() == 3 for weights in module.parameters(recurse=False))
 
 
 def expert_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -126,12 +135,10 @@ def expert_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _shape(module: torch.nn.Module) -> tuple[int, int] | None:
-    """(outputs, inputs) of a linear module."""
+    """(outputs, inputs) of a linear module of torch or transformers, None of any other."""
     if isinstance(module, Conv1D):
         return module.nf, module.nx
-    if isinstance(module, torch.nn.Linear) or getattr(module, "is_cbgen_linear", False):
-        return int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
-    return None
+    return (module.out_features, module.in_features) if isinstance(module, torch.nn.Linear) else None
 
 
 def _layer_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
