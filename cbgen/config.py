@@ -11,6 +11,7 @@ DEFAULT_MAX_REQUESTS_PER_BATCH = {"cpu": 128, "cuda": 256, "mps": 64}
 # Where the device shares memory with everything else on the machine, the cache leaves more of it alone.
 DEFAULT_MAX_MEMORY_PERCENT = {"cpu": 0.5, "cuda": 0.9, "mps": 0.4}
 DEFAULT_SAFETY_MARGIN = {"fifo": 0.15, "prefill_first": 0.0}
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 
 # The two types of attention that the cache serves, as models' `layer_types` call them.
 FULL_ATTENTION = "full_attention"
@@ -55,6 +56,7 @@ class ContinuousBatchingConfig:
         safety_margin: free share of the cache below which only decodes go on, in [0, 1); 0 disables it.
         allow_block_sharing: whether requests share the blocks of a common prefix (models of full attention only).
         cpu_offload_space: GiB of CPU memory that offloaded requests may take; 0 disables it.
+        kv_cache_dtype: "auto", the model's own; or "float32", "bfloat16", "int8" (with a scale per token and head).
     """
 
     page_size: int | None = None
@@ -66,12 +68,15 @@ class ContinuousBatchingConfig:
     safety_margin: float | None = None
     allow_block_sharing: bool = True
     cpu_offload_space: float = 0.0
+    kv_cache_dtype: str = "auto"
 
     def resolve(self, device_type: str) -> "ResolvedConfig":
         """Fills in the defaults of a device type: "cpu", "cuda" or "mps". Raises UsageError on a value out of range."""
         if self.scheduler_type not in DEFAULT_SAFETY_MARGIN:
             known = ", ".join(DEFAULT_SAFETY_MARGIN)
             raise UsageError(f"scheduler_type: {self.scheduler_type!r} is not one of: {known}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise UsageError(f"kv_cache_dtype: {self.kv_cache_dtype!r} is not one of: {', '.join(KV_CACHE_DTYPES)}")
         return ResolvedConfig(
             page_size=_at_least(1, "page_size", _default(self.page_size, DEFAULT_PAGE_SIZE[device_type])),
             num_blocks=None if self.num_blocks is None else _at_least(1, "num_blocks", self.num_blocks),
@@ -90,6 +95,7 @@ class ContinuousBatchingConfig:
             safety_margin=_margin(_default(self.safety_margin, DEFAULT_SAFETY_MARGIN[self.scheduler_type])),
             allow_block_sharing=self.allow_block_sharing,
             cpu_offload_space=_space(self.cpu_offload_space),
+            kv_cache_dtype=self.kv_cache_dtype,
         )
 
 
@@ -106,6 +112,7 @@ class ResolvedConfig:
     safety_margin: float
     allow_block_sharing: bool
     cpu_offload_space: float
+    kv_cache_dtype: str
 
     @property
     def cpu_offload_bytes(self) -> int:

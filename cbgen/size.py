@@ -28,7 +28,7 @@ def size_lines(
     memory_bytes: int,
     gpu_memory_utilization: float | None,
     lengths: list[int],
-    swap_shares_memory: bool,
+    device_type: str,
 ) -> dict[str, str]:
     """The plan, one line per fact. memory_bytes: what is there for weights and all else. lengths: tokens of requests.
 
@@ -40,8 +40,8 @@ def size_lines(
         raise MemoryPlanError(f"the weights of {model.name} alone take {mib(weights)} of {mib(memory_bytes)}")
     if gpu_memory_utilization is not None:
         config = with_memory_utilization(config, gpu_memory_utilization, memory_bytes, free_bytes)
-    backend = attention_backend(shape, model.dtype, config)
-    plan = plan_cache(shape, config, backend, free_bytes, swap_shares_memory)
+    backend = attention_backend(shape, model.dtype, config, device_type)
+    plan = plan_cache(shape, config, backend, free_bytes, swap_shares_memory=device_type != "cuda")
     kinds = " and ".join(f"{group.pages_per_block} {group.attention_type} layers" for group in plan.layout.groups)
     return {
         "model": f"{model.name}: {kinds}, {shape.num_kv_heads} KV heads of {shape.head_dim}, "

@@ -41,7 +41,7 @@ def test_the_plan_is_the_one_that_a_run_makes(num_blocks: int | None) -> None:
     options = ContinuousBatchingConfig(num_blocks=num_blocks, page_size=16, max_requests_per_batch=8).resolve("cpu")
     description = describe("tiny-random", None, "float32", CPU)
     memory_bytes = (1 << 28) + weight_bytes(description)
-    lines = size_lines(description, options, memory_bytes, None, [100], swap_shares_memory=True)
+    lines = size_lines(description, options, memory_bytes, None, [100], "cpu")
     model, shape = load(description, CPU)
     engine = build_engine(model, shape, torch.float32, options, frozenset(), CPU, 1 << 28)
     assert f"{engine.config.num_blocks} blocks of 16 tokens, in {engine.plan.num_chunks} chunks" in lines["cache"]
@@ -82,7 +82,7 @@ def test_a_model_that_is_refused_at_load_is_refused_here() -> None:
     """What the config gives away needs no weights."""
     model = build("qwen3_next")
     with pytest.raises(ModelError, match="linear_attention"):
-        size_lines(described("qwen3_next", model), ContinuousBatchingConfig().resolve("cpu"), 1 << 33, None, [], True)
+        size_lines(described("qwen3_next", model), ContinuousBatchingConfig().resolve("cpu"), 1 << 33, None, [], "cpu")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from transformers import (
 )
 
 from cbgen.config import ModelShape
+from cbgen.kernels.cpu.library import load_library
 from cbgen.models import seam
+from cbgen.models.speed import speed_up
 
 CONTEXT = 512
 WINDOW = 24  # of the sliding layers: no multiple of a page of 16, so that rings hold more than the window
@@ -75,6 +77,9 @@ class ModelUnderTest:
         reference.set_attn_implementation("eager")  # the one that serves every option of a layer
         context = getattr(model.config.get_text_config(), "max_position_embeddings", CONTEXT)
         shape = seam.attach(model, name, context)
+        library = load_library()
+        if library is not None:
+            speed_up(model, library, lambda: seam.trial(model, name, context))
         return cls(name, model, reference, shape, eos_token_ids)
 
     @torch.inference_mode()

@@ -14,8 +14,10 @@ from cbgen.engine.input_outputs import InputBuffers
 from cbgen.engine.manager import Manager
 from cbgen.engine.model_runner import ModelRunner
 from cbgen.engine.scheduler import SCHEDULERS
-from cbgen.errors import MemoryPlanError
+from cbgen.errors import MemoryPlanError, UsageError
 from cbgen.kernels.backend import AttentionBackend
+from cbgen.kernels.cpu.attention import KV_KINDS, PagedAttention
+from cbgen.kernels.cpu.library import load_library
 from cbgen.kernels.sdpa import SdpaAttention
 
 
@@ -39,7 +41,7 @@ def build_engine(
     free_bytes: int,
 ) -> Engine:
     """free_bytes: memory free on the device with the weights loaded. Raises MemoryPlanError when no cache fits."""
-    backend = attention_backend(shape, dtype, config)
+    backend = attention_backend(shape, dtype, config, device.type)
     plan = plan_cache(shape, config, backend, free_bytes, swap_shares_memory=device.type != "cuda")
     config = replace(config, num_blocks=plan.num_blocks)
     cache = PagedCache(plan.layout, plan.num_chunks, config.allow_block_sharing)
@@ -63,6 +65,15 @@ def build_engine(
     return Engine(manager, config, plan, backend.name)
 
 
-def attention_backend(shape: ModelShape, dtype: torch.dtype, config: ResolvedConfig) -> AttentionBackend:
-    """The kernel that attends for a model."""
+def attention_backend(
+    shape: ModelShape, dtype: torch.dtype, config: ResolvedConfig, device_type: str
+) -> AttentionBackend:
+    """The kernel that attends for a model. Raises UsageError for a kind of KV that the one there is cannot hold."""
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+    library = load_library() if device_type == "cpu" else None
+    if library is not None and kv_dtype in KV_KINDS:
+        return PagedAttention(library, config.page_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, kv_dtype)
+    if kv_dtype != dtype:
+        where = "without its compiled kernels" if device_type == "cpu" else f"on {device_type}"
+        raise UsageError(f"--kv-cache-dtype {config.kv_cache_dtype}: cbgen {where} holds KV in the model's own dtype")
     return SdpaAttention(config.page_size, shape.num_kv_heads, shape.head_dim, dtype)

@@ -23,8 +23,10 @@ from transformers.utils import logging as transformers_logging
 
 from cbgen.config import ModelShape
 from cbgen.errors import ModelError, UsageError, first_line
+from cbgen.kernels.cpu.library import load_library
 from cbgen.models import gguf, seam, tiny_random
 from cbgen.models.gguf import sampled_bytes
+from cbgen.models.speed import speed_up
 
 TINY_RANDOM = "tiny-random"
 SMOLLM2 = "smollm2"
@@ -108,8 +110,12 @@ def load(description: ModelDescription, device: torch.device) -> tuple[PreTraine
                 description.location, revision=description.revision, dtype=description.dtype
             ),
         )
-    model = model.to(device)
-    return model.eval(), seam.attach(model, description.name, description.max_model_len)
+    model = model.to(device).eval()
+    shape = seam.attach(model, description.name, description.max_model_len)
+    library = load_library() if device.type == "cpu" and description.dtype == torch.float32 else None
+    if library is not None:
+        speed_up(model, library, lambda: seam.trial(model, description.name, description.max_model_len))
+    return model, shape
 
 
 def _describe_tiny(dtype: torch.dtype, max_model_len: int | None) -> ModelDescription:

@@ -24,6 +24,8 @@ TRIAL_LENGTHS = (7, 5)
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 # How often other tokens are tried: in half precision a near tie in the routing of experts may fall either way once.
 MAX_TRIALS = 4
+# What layers tell their attention function beside scaling, and it heeds.
+ATTENTION_KEYWORDS = ("sliding_window", "softcap", "s_aux")
 # Rotary scalings that change for the whole batch once a position in it is past the original context: a row's
 # neighbours would change it.
 ROPE_TYPES_BY_LONGEST_ROW = ("longrope", "dynamic")
@@ -37,6 +39,7 @@ class _Trial:
         self.layers: list[int] = []
         self.windows: list[int | None] = []
         self.kv_shapes: set[tuple[int, int, int]] = set()  # kv_heads, head size of K, head size of V
+        self.asked: dict[int, dict[str, Any]] = {}  # the keywords of each layer that change its attention
 
     def __call__(
         self,
@@ -51,6 +54,7 @@ class _Trial:
         self.layers.append(layer)
         self.windows.append(effective_window(window, self.max_model_len))
         self.kv_shapes.add((key.shape[1], key.shape[3], value.shape[3]))
+        self.asked[layer] = {"scaling": scaling} | {name: options.get(name) for name in ATTENTION_KEYWORDS}
         asked = attention_options(query.shape[-1], scaling, options)
         pieces = zip(*(tensor[0].transpose(0, 1).split(TRIAL_LENGTHS) for tensor in (query, key, value)), strict=True)
         outputs = [attend_sequence(q, k, v, visibility_mask(len(q), 0, window, q.device), asked) for q, k, v in pieces]
@@ -74,6 +78,16 @@ def attach(model: PreTrainedModel, name: str, max_model_len: int) -> ModelShape:
             "does more than attention over positions (recurrent state, biases by distance, positions of its own)",
         )
     return shape
+
+
+@torch.inference_mode()
+def trial(model: PreTrainedModel, name: str, max_model_len: int) -> tuple[torch.Tensor, dict[int, dict[str, Any]]]:
+    """Logits [2, vocab] of an attached model over a packed batch of two short sequences, always the same, and what each
+    layer asks of its attention."""
+    generator = torch.Generator().manual_seed(MAX_TRIALS)
+    ids = torch.randint(0, model.config.get_text_config().vocab_size, (1, sum(TRIAL_LENGTHS)), generator=generator)
+    attention = _Trial(max_model_len)
+    return _run_trial(model, ids.to(model.device), attention, name), attention.asked
 
 
 def _try(model: PreTrainedModel, name: str, max_model_len: int, seed: int) -> tuple[ModelShape, float]:

