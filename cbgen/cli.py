@@ -64,6 +64,8 @@ def run(
     seed: options.Seed = 0,
     n: options.N = 1,
     ignore_eos: options.IgnoreEos = False,
+    order: options.Order = "auto",
+    deduplicate: options.Deduplicate = True,
     output_token_ids: options.OutputTokenIds = False,
     output_prefix: options.OutputPrefix = "",
     summary: options.Summary = None,
@@ -113,6 +115,8 @@ def _run(given: dict[str, Any], console: Console) -> int:
     outcome = run_job(spec, console)
     if outcome.summary is not None:
         failed, total = outcome.summary.rows_failed, outcome.summary.rows_total
+        if outcome.summary.deduplicated:
+            print_line(console, f"{outcome.summary.deduplicated} rows took the result of an equal one")
         if failed:
             print_line(console, f"{failed} of {total} rows failed: see column {spec.output_prefix}error")
         sys.stderr.flush()

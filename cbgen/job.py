@@ -9,20 +9,23 @@ from typing import Any
 from rich.console import Console
 
 from cbgen.cache.sizing import mib, with_memory_utilization
+from cbgen.collector import Collector
 from cbgen.data.assembly import Results, assemble
 from cbgen.data.files import check_writable, publish_text
 from cbgen.data.manifest import PartsFolder
 from cbgen.data.writers import PartWriter
 from cbgen.device import free_memory_bytes, peak_memory_bytes, total_memory_bytes
+from cbgen.duplicates import Duplicates
 from cbgen.engine.build import Engine, build_engine
 from cbgen.engine.metrics import EngineMetrics
 from cbgen.errors import EXIT_DONE, EXIT_FAILED_ROWS, OutputError
 from cbgen.jobspec import JobSpec
 from cbgen.models.loading import load
-from cbgen.pipeline import Collector, Feeder, sample_key
+from cbgen.pipeline import Feeder, sample_key
 from cbgen.prompting import OPTION_COLUMNS, Prompter
 from cbgen.report import ProgressReporter, Snapshot, Summary, print_first_prompt, print_line, print_resolved, versions
 from cbgen.resolution import ResolvedJob, finished_footer, resolve_job, resolved_lines, warnings_about
+from cbgen.row_window import WindowLimits
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,11 @@ class EngineRun:
     load_s: float
 
 
-def run_job(spec: JobSpec, console: Console) -> Outcome:
-    """Runs a job to its final file, or continues one. Raises CbgenError; what was published until then is kept."""
+def run_job(spec: JobSpec, console: Console, limits: WindowLimits | None = None) -> Outcome:
+    """Runs a job to its final file, or continues one. Raises CbgenError; what was published until then is kept.
+
+    limits: how many rows are put in order at a time, and how many wait for the result of another.
+    """
     job = resolve_job(spec, lambda text: print_line(console, text))
     for warning in warnings_about(job):
         print_line(console, f"warning: {warning}")
@@ -56,9 +62,9 @@ def run_job(spec: JobSpec, console: Console) -> Outcome:
     try:
         today = folder.open(job.fingerprint, spec.resume)
         print_resolved(console, resolved_lines(job))
-        feeder, collector = _start_pipeline(job, folder, today, console)
+        feeder, collector = _start_pipeline(job, folder, today, console, limits or WindowLimits())
         run = _generate(job, feeder, collector, console)
-        summary, config = _finish(job, folder, feeder, run, today)
+        summary, config = _finish(job, folder, feeder, collector, run, today)
     finally:
         folder.close()
     if spec.summary_path is not None:
@@ -76,13 +82,16 @@ def _already_complete(finished: dict[str, Any], folder: PartsFolder, console: Co
     return Outcome(_exit_code(failed), None)
 
 
-def _start_pipeline(job: ResolvedJob, folder: PartsFolder, today: date, console: Console) -> tuple[Feeder, Collector]:
+def _start_pipeline(
+    job: ResolvedJob, folder: PartsFolder, today: date, console: Console, limits: WindowLimits
+) -> tuple[Feeder, Collector]:
     """Starts the threads beside the engine: rows begin to be read, rendered and tokenized while weights are loaded."""
     done = _done_samples(folder)
     if done:
         print_line(console, f"resuming  {len(done)} of {job.source.num_rows * job.spec.n} results are there already")
     prompter = Prompter(job.model.tokenizer, job.prompts, job.defaults, today, job.model.vocab_size)
-    collector = Collector(prompter, PartWriter(folder, job.spec.part_rows, job.spec.part_interval))
+    duplicates = Duplicates(limits.max_duplicates)
+    collector = Collector(prompter, PartWriter(folder, job.spec.part_rows, job.spec.part_interval), duplicates)
     feeder = Feeder(
         job.source,
         [*job.prompts.columns, *OPTION_COLUMNS],
@@ -92,6 +101,9 @@ def _start_pipeline(job: ResolvedJob, folder: PartsFolder, today: date, console:
         job_seed=job.spec.seed,
         max_model_len=job.model.max_model_len,
         collector=collector,
+        duplicates=duplicates,
+        deduplicate=job.spec.deduplicate,
+        limits=limits,
         on_first_prompt=lambda text: print_first_prompt(console, text),
     )
     return feeder, collector
@@ -114,15 +126,16 @@ def _generate(job: ResolvedJob, feeder: Feeder, collector: Collector, console: C
 
 
 def _finish(
-    job: ResolvedJob, folder: PartsFolder, feeder: Feeder, run: EngineRun, today: date
+    job: ResolvedJob, folder: PartsFolder, feeder: Feeder, collector: Collector, run: EngineRun, today: date
 ) -> tuple[Summary, dict[str, Any]]:
     """Assembles the final file and deletes the parts. Returns the figures, and the configuration as it is recorded."""
     results = Results(folder, bytes(feeder.keys), job.spec.n)
     if results.num_missing:
         raise OutputError(f"{results.num_missing} results are not in {folder.path}: run the same command again")
-    summary = _summarize(job, run, feeder, results.num_failed)
+    summary = _summarize(job, run, feeder, collector, results.num_failed)
     engine_config = asdict(run.engine.config) if run.engine else None
-    config = {**job.fingerprint, "engine": engine_config, "device": str(job.device)}
+    chosen = {"order": job.spec.order, "deduplicate": job.spec.deduplicate, "device": str(job.device)}
+    config = {**job.fingerprint, **chosen, "engine": engine_config}
     footer = {
         "fingerprint": job.fingerprint,
         "input": job.source.identity,
@@ -174,13 +187,15 @@ def _step_to_the_end(job: ResolvedJob, engine: Engine, feeder: Feeder, collector
             elapsed_s=manager.metrics.elapsed_s,
         )
 
+    shares = manager.cache.shares_blocks
+    feeder.arrange(job.spec.order, engine.config.page_size if shares else None)
     total_rows = job.source.num_rows * job.spec.n
     with ProgressReporter(console, total_rows, snapshot):
         for request in manager.run(feeder):
             collector.put(request)
 
 
-def _summarize(job: ResolvedJob, run: EngineRun, feeder: Feeder, num_failed: int) -> Summary:
+def _summarize(job: ResolvedJob, run: EngineRun, feeder: Feeder, collector: Collector, num_failed: int) -> Summary:
     metrics = run.metrics
     rows_total = job.source.num_rows * job.spec.n
     per_second = 1.0 / metrics.elapsed_s if metrics.elapsed_s > 0 else 0.0
@@ -189,6 +204,7 @@ def _summarize(job: ResolvedJob, run: EngineRun, feeder: Feeder, num_failed: int
         rows_ok=rows_total - num_failed,
         rows_failed=num_failed,
         rows_resumed=feeder.num_already_done,
+        deduplicated=collector.num_deduplicated,
         prompt_tokens=metrics.prompt_tokens,
         computed_prompt_tokens=metrics.computed_prompt_tokens,
         output_tokens=metrics.output_tokens,

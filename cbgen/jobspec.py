@@ -45,6 +45,9 @@ class JobSpec(pydantic.BaseModel):
     n: pydantic.PositiveInt = 1
     ignore_eos: bool = False
 
+    order: Literal["auto", "prefix", "longest-first", "arrival"] = "auto"
+    deduplicate: bool = True
+
     output_token_ids: bool = False
     output_prefix: str = ""
     summary: str | None = None

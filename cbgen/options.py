@@ -70,6 +70,21 @@ N = Annotated[int, typer.Option("--n", "-n", help="Samples per row.", rich_help_
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Generate on past end-of-sequence tokens.", rich_help_panel=SAMPLING)
 ]
+Order = Annotated[
+    str,
+    typer.Option(
+        help="Rows within a window of them: prefix (common prefixes together), longest-first, arrival, or auto, both.",
+        rich_help_panel=ENGINE,
+    ),
+]
+Deduplicate = Annotated[
+    bool,
+    typer.Option(
+        "--deduplicate/--no-deduplicate",
+        help="Generate identical greedy prompts once, and give every such row the result.",
+        rich_help_panel=ENGINE,
+    ),
+]
 OutputTokenIds = Annotated[
     bool, typer.Option("--output-token-ids", help="Add a column completion_ids.", rich_help_panel=OUTPUT)
 ]

@@ -23,6 +23,8 @@ REPORTED_PACKAGES = ("torch", "transformers", "pyarrow", "tokenizers")
 class Summary:
     """The figures of one run. rows_* count output rows of the whole job, one per sample; the rest is this run's own.
 
+    deduplicated: output rows that took the result of an equal one's request. Requests and tokens, and so the
+    throughput, count what was generated.
     elapsed_s: from the start of the first forward pass to the end of the last; loading is load_s.
     """
 
@@ -30,6 +32,7 @@ class Summary:
     rows_ok: int
     rows_failed: int
     rows_resumed: int
+    deduplicated: int
     prompt_tokens: int
     computed_prompt_tokens: int
     output_tokens: int

@@ -84,6 +84,8 @@ def warnings_about(job: ResolvedJob) -> Iterator[str]:
         yield "--chat has no effect: the rows hold messages already"
     if spec.chat_template_kwargs and not job.prompts.uses_chat_template:
         yield "--chat-template-kwargs has no effect without a chat template; give --chat"
+    if spec.order == "prefix" and not spec.allow_block_sharing:
+        yield "--order prefix has nothing to gain where every prompt is computed by itself"
     if spec.gpu_memory_utilization is not None and spec.max_memory_percent is not None:
         yield "--max-memory-percent has no effect beside --gpu-memory-utilization"
     if spec.cpu_offload_space > 0 and job.device.type != "cuda":
@@ -158,6 +160,8 @@ def resolved_lines(job: ResolvedJob) -> dict[str, str]:
         "sampling": f"max_tokens {defaults.max_tokens}, {sampling}, top_p {defaults.top_p:g}, top_k {defaults.top_k}, "
         f"seed {job.spec.seed}, n {job.spec.n}, ignore_eos {str(defaults.ignore_eos).lower()}; "
         "a row's own columns override",
+        "order": f"{job.spec.order}; identical greedy prompts are generated "
+        + ("once" if job.spec.deduplicate else "each by itself"),
         "stops at": "token ids " + (", ".join(map(str, sorted(model.eos_token_ids))) or "none"),
     }
 

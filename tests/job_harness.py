@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from cbgen.cli import app
 REPOSITORY = Path(__file__).parents[1]
 SAMPLES = REPOSITORY / "sample_data"
 TIMING_COLUMNS = ["queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "arrival_time", "finish_time"]
+TIMEOUT_S = 300
 
 
 def cbgen(*arguments: object) -> Result:
@@ -55,6 +57,15 @@ def start_process(*arguments: object, under: Sequence[str] = ()) -> subprocess.P
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def wait_for_parts(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+    """Until the job has published so many parts; fails when it ends before."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(list(folder.glob("part-*.parquet"))) < count:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -3,19 +3,26 @@
 import random
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from job_harness import SAMPLES, cbgen, read_rows, run_tiny, start_process, without_timing, write_jsonl
+from job_harness import (
+    SAMPLES,
+    TIMEOUT_S,
+    cbgen,
+    read_rows,
+    run_tiny,
+    start_process,
+    wait_for_parts,
+    without_timing,
+    write_jsonl,
+)
 
 JOB = ("--model", "tiny-random", "--max-tokens", 24, "--temperature", 0.8)
 # Small batches and small parts, so that a job lives long enough to be stopped with something done and something left.
 SLOWLY = ("--max-requests-per-batch", 4, "--part-rows", 5, "--part-interval", 0.2)
-TIMEOUT_S = 300
 # A test run in the background of a shell is started with Ctrl-C ignored, and its children inherit that.
 IN_THE_FOREGROUND = (
     sys.executable,
@@ -27,15 +34,6 @@ IN_THE_FOREGROUND = (
 def questions(tmp_path: Path, copies: int = 2) -> Path:
     rows = read_rows(SAMPLES / "questions.jsonl")
     return write_jsonl(tmp_path / "in.jsonl", [row | {"copy": n} for n in range(copies) for row in rows])
-
-
-def wait_for_parts(process: subprocess.Popen[str], folder: Path, count: int) -> None:
-    """Until the job has published so many parts; fails when it ends before."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(list(folder.glob("part-*.parquet"))) < count:
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def assert_equals_uninterrupted(tmp_path: Path, source: Path, out: Path) -> None:
@@ -170,7 +168,8 @@ def test_a_row_whose_own_max_tokens_changes_is_generated_again(tmp_path: Path) -
 def test_failed_rows_are_tried_again(tmp_path: Path) -> None:
     """A row that failed for want of cache is generated when an unfinished job goes on with more of it."""
     source, out = questions(tmp_path), tmp_path / "out.parquet"
-    small = ("--num-blocks", 2, "--page-size", 32)  # 64 tokens: some questions fit, some do not
+    # 64 tokens: some questions fit, some do not; by arrival they take turns.
+    small = ("--num-blocks", 2, "--page-size", 32, "--order", "arrival")
     process = start_process("run", source, "--out", out, *JOB, *small, *SLOWLY)
     wait_for_parts(process, tmp_path / "out.parquet.parts", 12)
     process.kill()
