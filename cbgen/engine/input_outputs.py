@@ -36,6 +36,7 @@ class InputBuffers:
     """
 
     def __init__(self, max_batch_tokens: int, max_requests_per_batch: int, num_groups: int, device: torch.device):
+        self.max_batch_tokens = max_batch_tokens
         self._device = device
         # Rows: input ids, positions, and for each layer group the page and offset of the KV written.
         self._tokens = torch.zeros(2 + 2 * num_groups, max_batch_tokens, dtype=torch.int64, device=device)

@@ -2,7 +2,10 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
+
+import torch
 
 from cbgen.cache.paged_cache import PagedCache
 from cbgen.cache.swap_pool import SwapPool
@@ -10,9 +13,11 @@ from cbgen.engine.input_outputs import InputBuffers
 from cbgen.engine.metrics import EngineMetrics
 from cbgen.engine.model_runner import ModelRunner
 from cbgen.engine.offloading import Offloader, choose_victims
-from cbgen.engine.requests import FinishReason, RequestState
+from cbgen.engine.requests import FinishReason, RequestState, SamplingParams
 from cbgen.engine.sampler import sample
-from cbgen.engine.scheduler import ScheduledBatch, Scheduler
+from cbgen.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
+
+_SCORED_ID = -1  # of no request that comes from outside
 
 
 class RequestSource(Protocol):
@@ -89,6 +94,26 @@ class Manager:
         finished = self._apply(batch, sampling, token_ids)
         self._relieve(batch)
         return finished
+
+    def score(self, token_ids: list[int]) -> Iterator[torch.Tensor]:
+        """Logits [T, vocab] after each token of a text, in pieces of T tokens as long as a forward pass may be.
+
+        For measuring: nothing else may be active, and nothing of the text stays in the cache. Raises ValueError when it
+        does not fit there.
+        """
+        assert not self.scheduler.has_work, "a text is scored when nothing is generated"
+        request = RequestState(_SCORED_ID, list(token_ids), SamplingParams(1))
+        if not self.cache.admit(_SCORED_ID, token_ids, len(token_ids)):
+            raise ValueError(f"a text of {len(token_ids)} tokens does not fit in the cache")
+        step = self._buffers.max_batch_tokens
+        try:
+            for start in range(0, len(token_ids), step):
+                length = min(step, len(token_ids) - start)
+                batch = ScheduledBatch([ScheduledRequest(request, start, length, 0, samples=True)])
+                inputs = self._buffers.lay_out(batch, self.cache)
+                yield self._runner.forward(replace(inputs, logits_indices=torch.arange(length)))
+        finally:
+            self.cache.release(_SCORED_ID)
 
     def pull(self, source: RequestSource) -> list[RequestState]:
         """Fills the queue; returns the requests that were refused, finished as errors."""

@@ -23,9 +23,10 @@ from transformers.utils import logging as transformers_logging
 
 from cbgen.config import ModelShape
 from cbgen.errors import ModelError, UsageError, first_line
-from cbgen.kernels.cpu.library import load_library
+from cbgen.kernels.cpu.library import Library, load_library
 from cbgen.models import gguf, seam, tiny_random
 from cbgen.models.gguf import sampled_bytes
+from cbgen.models.quantization import Calibrator, Quantization
 from cbgen.models.speed import speed_up
 
 TINY_RANDOM = "tiny-random"
@@ -99,8 +100,13 @@ def describe(
     )
 
 
-def load(description: ModelDescription, device: torch.device) -> tuple[PreTrainedModel, ModelShape]:
-    """Loads the weights and makes the model attend through cbgen. Raises ModelError when it is not supported."""
+def load(
+    description: ModelDescription, device: torch.device, quantization: Quantization | None = None
+) -> tuple[PreTrainedModel, ModelShape]:
+    """Loads the weights and makes the model attend through cbgen. Raises ModelError when it is not supported.
+
+    On a CPU its layers are replaced by faster ones, with integer weights if a quantization is asked for.
+    """
     if description.location is None:
         model: Any = tiny_random.build_model(description.dtype)
     else:
@@ -114,8 +120,28 @@ def load(description: ModelDescription, device: torch.device) -> tuple[PreTraine
     shape = seam.attach(model, description.name, description.max_model_len)
     library = load_library() if device.type == "cpu" and description.dtype == torch.float32 else None
     if library is not None:
-        speed_up(model, library, lambda: seam.trial(model, description.name, description.max_model_len))
+        _speed_up(model, library, description, quantization)
     return model, shape
+
+
+def _speed_up(
+    model: PreTrainedModel, library: Library, description: ModelDescription, quantization: Quantization | None
+) -> None:
+    context = description.max_model_len
+    calibrator = None if quantization is None else Calibrator(library, quantization)
+    if calibrator is not None and quantization is not None and quantization.text is not None:
+        token_ids = description.tokenizer(quantization.text)["input_ids"][:context]
+        calibrator.observe(model, lambda ids: seam.run_alone(model, ids, context), token_ids)
+    extent = speed_up(
+        model,
+        library,
+        lambda: seam.trial(model, description.name, context),
+        None if calibrator is None else calibrator.weight_of,
+    )
+    if extent == "none" and quantization is not None:
+        raise ModelError(
+            f"--model {description.name}: its linear layers cannot be replaced, so --quantization has nothing to act on"
+        )
 
 
 def _describe_tiny(dtype: torch.dtype, max_model_len: int | None) -> ModelDescription:

@@ -6,6 +6,7 @@ over positions (state carried from token to token, layers that bypass the attent
 in the logits, so that nothing has to be known of it by name.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,8 +35,9 @@ ROPE_TYPES_BY_LONGEST_ROW = ("longrope", "dynamic")
 class _Trial:
     """Attends causally within each of the packed sequences, and notes what the layers ask for."""
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, lengths: Sequence[int] = TRIAL_LENGTHS) -> None:
         self.max_model_len = max_model_len
+        self._lengths = lengths
         self.layers: list[int] = []
         self.windows: list[int | None] = []
         self.kv_shapes: set[tuple[int, int, int]] = set()  # kv_heads, head size of K, head size of V
@@ -56,7 +58,7 @@ class _Trial:
         self.kv_shapes.add((key.shape[1], key.shape[3], value.shape[3]))
         self.asked[layer] = {"scaling": scaling} | {name: options.get(name) for name in ATTENTION_KEYWORDS}
         asked = attention_options(query.shape[-1], scaling, options)
-        pieces = zip(*(tensor[0].transpose(0, 1).split(TRIAL_LENGTHS) for tensor in (query, key, value)), strict=True)
+        pieces = zip(*(tensor[0].transpose(0, 1).split(self._lengths) for tensor in (query, key, value)), strict=True)
         outputs = [attend_sequence(q, k, v, visibility_mask(len(q), 0, window, q.device), asked) for q, k, v in pieces]
         return torch.cat(outputs)[None]
 
@@ -88,6 +90,12 @@ def trial(model: PreTrainedModel, name: str, max_model_len: int) -> tuple[torch.
     ids = torch.randint(0, model.config.get_text_config().vocab_size, (1, sum(TRIAL_LENGTHS)), generator=generator)
     attention = _Trial(max_model_len)
     return _run_trial(model, ids.to(model.device), attention, name), attention.asked
+
+
+def run_alone(model: PreTrainedModel, ids: torch.Tensor, max_model_len: int) -> None:
+    """A forward pass of an attached model over one sequence [1, T]."""
+    with serving_attention(_Trial(max_model_len, [ids.shape[1]])):
+        model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False, logits_to_keep=1)
 
 
 def _try(model: PreTrainedModel, name: str, max_model_len: int, seed: int) -> tuple[ModelShape, float]:

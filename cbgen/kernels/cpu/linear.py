@@ -108,7 +108,7 @@ class IntegerWeight(PackedWeight):
         scales_in: torch.Tensor | None = None,
     ):
         k = weight.shape[1]
-        self._bytes = activation_bits == 8 and bool(library.function("integer_bytes", restype=Int64)())
+        self._bytes = activation_bits == 8 and library.multiplies_bytes
         self._limit = MAX_WEIGHT_LEVEL if activation_bits == 8 else min(MAX_LEVEL, MAX_SUM // (MAX_WEIGHT_LEVEL * k))
         self._scales_in = None if scales_in is None else scales_in.detach().float().contiguous()
         super().__init__(library, weight, bias)
