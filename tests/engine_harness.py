@@ -10,8 +10,8 @@ from tiny_models import ModelUnderTest
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from cbgen.cache.pool import WRITE_RESERVE_CHUNK
-from cbgen.config import ContinuousBatchingConfig
-from cbgen.engine.build import Engine, build_engine
+from cbgen.config import ContinuousBatchingConfig, ResolvedConfig
+from cbgen.engine.build import Engine, attention_backend, build_engine
 from cbgen.engine.manager import ListSource, Manager
 from cbgen.engine.requests import RequestState, SamplingParams
 
@@ -53,8 +53,8 @@ def model_of(name: str, config: PretrainedConfig, **changes: object) -> ModelUnd
 
 def poisoned(under_test: ModelUnderTest, token_id: int = POISON) -> ModelUnderTest:
     """The same model, but a row that has this token gets logits of NaN; its reference knows nothing of that."""
-    under_test = copy.deepcopy(under_test)
-    under_test.name += " with a poisoned token"
+    name, model = f"{under_test.name} with a poisoned token", copy.deepcopy(under_test.reference)
+    under_test = ModelUnderTest.of(name, model, under_test.eos_token_ids)
     with torch.no_grad():
         under_test.model.get_input_embeddings().weight[token_id] = torch.nan
     return under_test
@@ -62,7 +62,7 @@ def poisoned(under_test: ModelUnderTest, token_id: int = POISON) -> ModelUnderTe
 
 def engine_for(under_test: ModelUnderTest, **options: object) -> Engine:
     """An engine whose memory is NaN wherever it counts as not initialized (law 8), if that is not too much to fill."""
-    config = ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 512, **options}).resolve("cpu")
+    config = _config(options)
     engine = build_engine(
         under_test.model, under_test.shape, torch.float32, config, under_test.eos_token_ids, CPU, FREE_BYTES
     )
@@ -70,6 +70,15 @@ def engine_for(under_test: ModelUnderTest, **options: object) -> Engine:
     if pages.numel() <= MOST_POISONED_BYTES:
         pages[WRITE_RESERVE_CHUNK * engine.plan.layout.pages_per_chunk :].fill_(NAN_BYTE)
     return engine
+
+
+def page_bytes(under_test: ModelUnderTest, **options: object) -> int:
+    """Of one page of one layer, as the kernel of such an engine lays it out."""
+    return attention_backend(under_test.shape, torch.float32, _config(options), "cpu").page_bytes
+
+
+def _config(options: dict[str, object]) -> ResolvedConfig:
+    return ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 512, **options}).resolve("cpu")
 
 
 def greedy_requests(prompts: list[Prompt], first_id: int = 0) -> list[RequestState]:

@@ -265,7 +265,7 @@ def check_variety(seen: Counter[str], layout: CacheLayout, sharing: bool, num_st
 @pytest.mark.parametrize(("layout", "num_data_chunks", "sharing"), KINDS)
 def test_random_steps_keep_the_laws(layout, num_data_chunks, sharing):
     """All that a cache does, in any order; after each step the laws hold and every token reads its own past."""
-    check_variety(run(60, 120, layout, num_data_chunks, sharing), layout, sharing, 2_000)
+    check_variety(run(90, 120, layout, num_data_chunks, sharing), layout, sharing, 2_000)
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 import pytest
 from engine.outgrown_harness import LENGTHS, PAGE, options_for, outgrowing_prompts
-from engine_harness import NAN_BYTE, Prompt, assert_parity, engine_for, greedy_requests, random_ids, run_all
+from engine_harness import NAN_BYTE, Prompt, assert_parity, engine_for, greedy_requests, page_bytes, random_ids, run_all
 from tiny_models import ModelUnderTest
 
 from cbgen.engine.build import Engine
@@ -12,7 +12,6 @@ from cbgen.engine.requests import RequestState, RequestStatus
 MODELS = ["llama", "mistral", "gemma3"]
 ROOMY = 0.01  # GiB
 SMALL_POOL = {"llama": 12, "mistral": 5, "gemma3": 10}  # pages: enough for some of those that leave
-PAGE_BYTES = 2 * PAGE * 2 * 16 * 4  # K and V, two heads of 16 numbers in float32
 
 
 class Transfers:
@@ -35,9 +34,9 @@ class Transfers:
         self._restore(pages_of)
 
 
-def gib(num_pages: int) -> float:
+def gib(under_test: ModelUnderTest, num_pages: float) -> float:
     """cpu_offload_space for so many pages of one layer."""
-    return num_pages * PAGE_BYTES / 2**30
+    return num_pages * page_bytes(under_test, page_size=PAGE) / 2**30
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -107,7 +106,7 @@ def test_who_does_not_fit_in_the_pool_is_soft_reset(request: pytest.FixtureReque
         page_size=PAGE,
         num_blocks=4,
         safety_margin=0.0,
-        cpu_offload_space=gib(num_slots),
+        cpu_offload_space=gib(under_test, num_slots),
         allow_block_sharing=False,
     )
     assert engine.manager.offloader._swap_pool.num_slots == num_slots
@@ -125,7 +124,10 @@ def test_a_small_pool_in_a_long_run(request: pytest.FixtureRequest, name: str, n
     under_test: ModelUnderTest = request.getfixturevalue(f"tiny_{name}")
     prompts = outgrowing_prompts()
     engine = engine_for(
-        under_test, cpu_offload_space=gib(num_slots) or gib(1) / 2, allow_block_sharing=False, **options_for(name)
+        under_test,
+        cpu_offload_space=gib(under_test, num_slots or 0.5),
+        allow_block_sharing=False,
+        **options_for(name),
     )
     assert_parity(under_test, prompts, run_all(engine, greedy_requests(prompts)))
     metrics = engine.manager.metrics
