@@ -19,6 +19,8 @@ from cbgen.data.files import check_writable, publish_text
 from cbgen.device import pick_device
 from cbgen.errors import EXIT_DONE, EXIT_FATAL, CbgenError, UsageError
 from cbgen.models.loading import ModelDescription, describe
+from cbgen.models.quantization import kernels_for, resolve_quantization
+from cbgen.ordering import ORDERS
 from cbgen.report import print_line, print_resolved, versions
 
 
@@ -36,12 +38,17 @@ class BenchSpec:
     revision: str | None
     device: str
     dtype: str
+    quantization: str | None
+    calibration: str | None
+    order: str
     max_model_len: int | None
     engine: ContinuousBatchingConfig
     gpu_memory_utilization: float | None
 
     def check(self) -> None:
         """Raises UsageError for what is wrong by itself."""
+        if self.order not in ORDERS:
+            raise UsageError(f"--order {self.order}: not one of {', '.join(ORDERS)}")
         for name in self.backends:
             if name not in BACKENDS:
                 raise UsageError(f"--backend {name}: not one of {', '.join(BACKENDS)}")
@@ -83,11 +90,14 @@ def run_bench(spec: BenchSpec, console: Console, screen: Console) -> int:
     model = describe(
         spec.model, spec.revision, spec.dtype, device, spec.max_model_len, lambda text: print_line(console, text)
     )
+    quantization = resolve_quantization(spec.quantization, spec.calibration, kernels_for(device, model.dtype))
     workload = make_workload(spec.workload, spec.sizes, model)
     for warning in [*workload.warnings, *_warnings_about(spec, model, device)]:
         print_line(console, f"warning: {warning}")
     print_resolved(console, _resolved_lines(workload, model, device))
-    results = _Contest(spec, workload, console).hold(BackendOptions(model, device, config, spec.gpu_memory_utilization))
+    results = _Contest(spec, workload, console).hold(
+        BackendOptions(model, device, config, spec.gpu_memory_utilization, quantization, spec.order)
+    )
     if not results.rows:
         return EXIT_FATAL
     screen.print(table_of(results))

@@ -16,12 +16,15 @@ from cbgen.bench_workloads import BenchRequest
 from cbgen.cache.sizing import with_memory_utilization
 from cbgen.config import ResolvedConfig
 from cbgen.device import free_memory_bytes, total_memory_bytes
+from cbgen.duplicates import Recipients
 from cbgen.engine.build import Engine, build_engine
 from cbgen.engine.manager import ListSource
 from cbgen.engine.requests import RequestState, SamplingParams
 from cbgen.errors import ModelError
 from cbgen.models import tiny_random
 from cbgen.models.loading import ModelDescription, load
+from cbgen.models.quantization import Quantization
+from cbgen.ordering import WaitingRequest, arrange, pack_ids
 
 STATIC_BATCH = 32
 PADDING_ID = 0
@@ -38,6 +41,8 @@ class BackendOptions:
     device: torch.device
     config: ResolvedConfig
     gpu_memory_utilization: float | None
+    quantization: Quantization | None = None
+    order: str = "arrival"
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class CbgenBackend:
 
     def __init__(self, options: BackendOptions):
         self._options = options
-        self._model, self._shape = load(options.model, options.device)
+        self._model, self._shape = load(options.model, options.device, options.quantization)
         self._free_bytes = free_memory_bytes(options.device)
         self._config = options.config
         if options.gpu_memory_utilization is not None:
@@ -68,13 +73,13 @@ class CbgenBackend:
             )
 
     def generate(self, requests: list[BenchRequest]) -> Generated:
-        return _run_engine(self._engine(), requests)
+        return _run_engine(self._engine(), requests, self._options.order)
 
     def profile(self, requests: list[BenchRequest]) -> Profile:
         """One more run, watched."""
         engine, device = self._engine(), self._options.device
         with profiling(engine, self._model, self._shape, device) as profiler:
-            generated = _run_engine(engine, requests)
+            generated = _run_engine(engine, requests, self._options.order)
         layout = engine.plan.layout
         kv_token_bytes = engine.plan.chunk_bytes / layout.pages_per_chunk / layout.page_size
         bare = bare_model(self._options.model)
@@ -99,16 +104,24 @@ class CbgenBackend:
         )
 
 
-def _run_engine(engine: Engine, requests: list[BenchRequest]) -> Generated:
-    states = [
-        RequestState(number, list(request.prompt_ids), SamplingParams(request.max_tokens, ignore_eos=True))
-        for number, request in enumerate(requests)
-    ]
+def _run_engine(engine: Engine, requests: list[BenchRequest], order: str) -> Generated:
+    """The requests as a job would hand them to the engine; putting them in order is part of the time."""
+    params = [SamplingParams(request.max_tokens, ignore_eos=True) for request in requests]
     start_s = time.perf_counter()
+    waiting = [
+        WaitingRequest(number, pack_ids(request.prompt_ids), [(own, Recipients([]))])
+        for number, (request, own) in enumerate(zip(requests, params, strict=True))
+    ]
+    page_tokens = engine.config.page_size if engine.manager.cache.shares_blocks else None
+    states = [
+        RequestState(place, list(requests[one.arrival].prompt_ids), params[one.arrival], tag=one.arrival)
+        for place, one in enumerate(arrange(waiting, order, page_tokens))
+    ]
     for state in engine.manager.run(ListSource(states)):
         if state.error is not None:
-            raise ModelError(f"request {state.request_id + 1}: {state.error}")
-    return Generated([state.generated_ids for state in states], time.perf_counter() - start_s)
+            raise ModelError(f"request {state.tag + 1}: {state.error}")
+    wall_s = time.perf_counter() - start_s
+    return Generated([state.generated_ids for state in sorted(states, key=lambda state: state.tag)], wall_s)
 
 
 class HfBackend:

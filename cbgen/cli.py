@@ -49,6 +49,8 @@ def run(
     revision: options.Revision = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = None,
+    calibration: options.Calibration = None,
     max_model_len: options.MaxModelLen = None,
     prompt_column: options.PromptColumn = None,
     messages_column: options.MessagesColumn = None,
@@ -82,6 +84,8 @@ def run(
     safety_margin: options.SafetyMargin = None,
     allow_block_sharing: options.AllowBlockSharing = True,
     cpu_offload_space: options.CpuOffloadSpace = 0.0,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
+    balance_tail: options.BalanceTail = True,
 ) -> None:
     """Generate a completion for every row of INPUT and write them, in order, to --out.
 
@@ -162,6 +166,7 @@ def size(
     max_memory_percent: options.MaxMemoryPercent = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = None,
     cpu_offload_space: options.CpuOffloadSpace = 0.0,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
 ) -> None:
     """Print what of a model fits in memory: the cache, and how many requests of a given length at once.
 
@@ -189,6 +194,7 @@ def size(
             max_requests_per_batch=max_requests_per_batch,
             max_memory_percent=max_memory_percent,
             cpu_offload_space=cpu_offload_space,
+            kv_cache_dtype=kv_cache_dtype,
         ).resolve(target.type)
         lines = {"device": str(target)} | size_lines(
             describe(model, revision, dtype, target, max_model_len, lambda text: print_line(console, text)),
@@ -196,7 +202,7 @@ def size(
             memory_of(target) if memory_bytes is None else memory_bytes,
             gpu_memory_utilization,
             tokens or [],
-            swap_shares_memory=target.type != "cuda",
+            device_type=target.type,
         )
         for name, value in lines.items():
             typer.echo(f"{name:<10}{value}")
@@ -223,6 +229,8 @@ def bench(
     revision: options.Revision = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = None,
+    calibration: options.Calibration = None,
     max_model_len: options.MaxModelLen = None,
     page_size: options.PageSize = None,
     num_blocks: options.NumBlocks = None,
@@ -230,10 +238,13 @@ def bench(
     max_requests_per_batch: options.MaxRequestsPerBatch = None,
     max_memory_percent: options.MaxMemoryPercent = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    order: options.Order = "auto",
     scheduler_type: options.SchedulerType = "fifo",
     safety_margin: options.SafetyMargin = None,
     allow_block_sharing: options.AllowBlockSharing = True,
     cpu_offload_space: options.CpuOffloadSpace = 0.0,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
+    balance_tail: options.BalanceTail = True,
 ) -> None:
     """Time the same requests on one or several backends, taking turns, and show where cbgen's time goes.
 
@@ -263,6 +274,7 @@ def env() -> None:
 
         from cbgen.cache.sizing import mib
         from cbgen.device import free_memory_bytes, pick_device
+        from cbgen.kernels.cpu.library import kernels_here
         from cbgen.report import versions
 
         device = pick_device("auto")
@@ -270,7 +282,7 @@ def env() -> None:
             typer.echo(f"{name:<14}{value}")
         typer.echo(f"{'device':<14}{device}, {mib(free_memory_bytes(device))} free")
         typer.echo(f"{'threads':<14}{torch.get_num_threads()} of {os.cpu_count()} processors")
-        typer.echo(f"{'attention':<14}sdpa")
+        typer.echo(f"{'kernels':<14}{kernels_here()}")
         return 0
 
     code = _guarded(Console(stderr=True), show)

@@ -57,6 +57,7 @@ class ContinuousBatchingConfig:
         allow_block_sharing: whether requests share the blocks of a common prefix (models of full attention only).
         cpu_offload_space: GiB of CPU memory that offloaded requests may take; 0 disables it.
         kv_cache_dtype: "auto", the model's own; or "float32", "bfloat16", "int8" (with a scale per token and head).
+        balance_tail: whether the last requests of a job start so that the batch stays evenly filled to its end.
     """
 
     page_size: int | None = None
@@ -69,6 +70,11 @@ class ContinuousBatchingConfig:
     allow_block_sharing: bool = True
     cpu_offload_space: float = 0.0
     kv_cache_dtype: str = "auto"
+    balance_tail: bool = True
+
+    def kv_dtype_name(self, model_dtype: str) -> str:
+        """What KV is kept in for a model of this dtype."""
+        return model_dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     def resolve(self, device_type: str) -> "ResolvedConfig":
         """Fills in the defaults of a device type: "cpu", "cuda" or "mps". Raises UsageError on a value out of range."""
@@ -96,6 +102,7 @@ class ContinuousBatchingConfig:
             allow_block_sharing=self.allow_block_sharing,
             cpu_offload_space=_space(self.cpu_offload_space),
             kv_cache_dtype=self.kv_cache_dtype,
+            balance_tail=self.balance_tail,
         )
 
 
@@ -113,6 +120,7 @@ class ResolvedConfig:
     allow_block_sharing: bool
     cpu_offload_space: float
     kv_cache_dtype: str
+    balance_tail: bool
 
     @property
     def cpu_offload_bytes(self) -> int:

@@ -164,7 +164,7 @@ def _done_samples(folder: PartsFolder) -> set[bytes]:
 
 
 def _load_engine(job: ResolvedJob) -> Engine:
-    model, shape = load(job.model, job.device)
+    model, shape = load(job.model, job.device, job.quantization)
     config = job.spec.engine_config().resolve(job.device.type)
     free_bytes = free_memory_bytes(job.device)
     if job.spec.gpu_memory_utilization is not None:

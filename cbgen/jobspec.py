@@ -27,6 +27,8 @@ class JobSpec(pydantic.BaseModel):
     revision: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
+    calibration: str | None = None
     max_model_len: int | None = None
 
     prompt_column: str | None = None
@@ -65,6 +67,8 @@ class JobSpec(pydantic.BaseModel):
     safety_margin: float | None = None
     allow_block_sharing: bool = True
     cpu_offload_space: float = 0.0
+    kv_cache_dtype: str = "auto"
+    balance_tail: bool = True
 
     @pydantic.field_validator("input", mode="before")
     @classmethod

@@ -169,6 +169,29 @@ CpuOffloadSpace = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+KvCacheDtype = Annotated[
+    str,
+    typer.Option(help="auto (the model's own), float32, bfloat16 or int8.", rich_help_panel=ENGINE),
+]
+BalanceTail = Annotated[
+    bool,
+    typer.Option(
+        "--balance-tail/--no-balance-tail",
+        help="Start the last requests so that the batch stays evenly filled to the end.",
+        rich_help_panel=ENGINE,
+    ),
+]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        help="int8: weights of 8 bits and the activations that are fastest here; or w8a8, w8a16.",
+        show_default="none",
+    ),
+]
+Calibration = Annotated[
+    str | None,
+    typer.Option(help="Text file that w8a8 is calibrated on.", show_default="a text of its own"),
+]
 Memory = Annotated[
     str | None,
     typer.Option(help="Plan for so much memory, weights included, such as 24GiB.", show_default="what is free now"),

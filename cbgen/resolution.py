@@ -15,7 +15,9 @@ from cbgen.device import pick_device
 from cbgen.engine.requests import SamplingParams
 from cbgen.errors import ResumeRefusedError, RowError, UsageError
 from cbgen.jobspec import JobSpec
+from cbgen.kernels.cpu.library import load_library
 from cbgen.models.loading import ModelDescription, describe
+from cbgen.models.quantization import Quantization, kernels_for, resolve_quantization
 from cbgen.prompting import PromptSource, resolve_source
 from cbgen.row_checks import checked_params
 
@@ -31,6 +33,7 @@ class ResolvedJob:
     model: ModelDescription
     defaults: SamplingParams
     layout: OutputLayout
+    quantization: Quantization | None
     fingerprint: dict[str, Any]
 
 
@@ -56,8 +59,9 @@ def resolve_job(spec: JobSpec, notify: Callable[[str], None]) -> ResolvedJob:
         )
     model = describe(spec.model, spec.revision, spec.dtype, device, spec.max_model_len, notify)
     defaults = _sampling_defaults(spec, model)
-    fingerprint = _fingerprint(spec, prompts, model, defaults)
-    return ResolvedJob(spec, device, source, prompts, model, defaults, layout, fingerprint)
+    quantization = resolve_quantization(spec.quantization, spec.calibration, kernels_for(device, model.dtype))
+    fingerprint = _fingerprint(spec, prompts, model, defaults, quantization)
+    return ResolvedJob(spec, device, source, prompts, model, defaults, layout, quantization, fingerprint)
 
 
 def _sampling_defaults(spec: JobSpec, model: ModelDescription) -> SamplingParams:
@@ -78,6 +82,10 @@ def warnings_about(job: ResolvedJob) -> Iterator[str]:
             yield "--top-p and --top-k have no effect at temperature 0"
         if spec.n > 1:
             yield f"--n {spec.n} at temperature 0 gives the same completion {spec.n} times; give --temperature"
+    if job.device.type == "cpu" and load_library() is None:
+        yield "cbgen's kernels for CPUs are not in this installation, so everything runs on torch, several times slower"
+    if spec.calibration is not None and (job.quantization is None or job.quantization.text is None):
+        yield "--calibration has no effect: only activations of 8 bits (w8a8) are calibrated"
     if spec.revision is not None and job.model.is_local:
         yield "--revision has no effect: the model is not on a hub"
     if spec.chat and job.prompts.kind == "messages":
@@ -93,13 +101,19 @@ def warnings_about(job: ResolvedJob) -> Iterator[str]:
 
 
 def _fingerprint(
-    spec: JobSpec, prompts: PromptSource, model: ModelDescription, defaults: SamplingParams
+    spec: JobSpec,
+    prompts: PromptSource,
+    model: ModelDescription,
+    defaults: SamplingParams,
+    quantization: Quantization | None,
 ) -> dict[str, Any]:
     chat_template = model.tokenizer.chat_template if prompts.uses_chat_template else None
     return {
         "model": model.name,
         "model_identity": model.identity,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_cache_dtype": spec.engine_config().kv_dtype_name(str(model.dtype).removeprefix("torch.")),
+        "quantization": None if quantization is None else quantization.identity,
         "max_model_len": model.max_model_len,
         "eos_token_ids": sorted(model.eos_token_ids),
         "prompt_source": prompts.column,
@@ -155,7 +169,9 @@ def resolved_lines(job: ResolvedJob) -> dict[str, str]:
     return {
         "input": f"{', '.join(job.spec.input)}: {source.num_rows} rows, prompts from {prompts}",
         "output": f"{job.spec.out}, a part every {job.spec.part_rows} rows or {job.spec.part_interval:g} s",
-        "model": f"{model.name}{revision}, {str(model.dtype).removeprefix('torch.')} on {job.device}, "
+        "model": f"{model.name}{revision}, {str(model.dtype).removeprefix('torch.')}"
+        + (f", weights {job.quantization.scheme}" if job.quantization else "")
+        + f" on {job.device}, "
         f"context {model.max_model_len}",
         "sampling": f"max_tokens {defaults.max_tokens}, {sampling}, top_p {defaults.top_p:g}, top_k {defaults.top_k}, "
         f"seed {job.spec.seed}, n {job.spec.n}, ignore_eos {str(defaults.ignore_eos).lower()}; "

@@ -61,6 +61,7 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         max_model_len=shape.max_model_len,
         max_waiting=2 * config.max_requests_per_batch,
+        balance_tail=config.balance_tail,
     )
     return Engine(manager, config, plan, backend.name)
 

@@ -17,6 +17,8 @@ from cbgen.engine.requests import FinishReason, RequestState, SamplingParams
 from cbgen.engine.sampler import sample
 from cbgen.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 
+# With so many rows a forward pass is no longer bound by reading the weights: fewer would not be cheaper.
+MIN_ACTIVE_AT_END = 32
 _SCORED_ID = -1  # of no request that comes from outside
 
 
@@ -52,7 +54,8 @@ class Manager:
     """Steps requests through the engine until each has finished.
 
     eos_token_ids: the tokens that end a generation, unless the request ignores them. max_model_len: the context.
-    max_waiting: how many requests wait in the queue; more are pulled when there are fewer.
+    max_waiting: how many requests wait in the queue; more are pulled when there are fewer. balance_tail: once all are
+    known, as many are active as keep the batch evenly filled until the longest is done.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Manager:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         max_waiting: int,
+        balance_tail: bool = True,
     ):
         self.metrics = EngineMetrics()
         self.cache = cache
@@ -75,6 +79,7 @@ class Manager:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._max_waiting = max_waiting
+        self._balance_tail = balance_tail
 
     def run(self, source: RequestSource) -> Iterator[RequestState]:
         """Yields every request of the source once it has finished, in the order of finishing."""
@@ -130,7 +135,22 @@ class Manager:
                 self.scheduler.add(request)
             else:
                 refused += self._fail(request, reason)
+        if self._balance_tail and source.exhausted and self.scheduler.num_waiting:
+            self.scheduler.limit_active(self._balanced_active())
         return refused
+
+    def _balanced_active(self) -> int:
+        """How many active requests make all of them last as long as the longest, if each takes its max_tokens.
+
+        all at once      ████████ ▁▁▁▁▁▁▁▁      rows per step: a step with few rows costs almost as much as a full one,
+        held back        ████▅▅▅▅ ▅▅▅▅▅▅▅▅      because all weights are read for it
+        """
+        left = [
+            member.params.max_tokens - member.num_generated_tokens
+            for request in self.scheduler.unfinished
+            for member in (request, *request.forks)
+        ]
+        return max(MIN_ACTIVE_AT_END, -(-sum(left) // max(1, *left)))
 
     def cancel(self, request: RequestState) -> None:
         """Ends a request that was pulled, unless it has finished; it holds nothing then. Its forks go on without it."""

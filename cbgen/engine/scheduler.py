@@ -100,6 +100,7 @@ class Scheduler(ABC):
         self._active: dict[int, RequestState] = {}
         self._overtaken: dict[int, int] = {}
         self._admission_held = False
+        self._max_active: int | None = None
 
     @staticmethod
     @abstractmethod
@@ -134,7 +135,7 @@ class Scheduler(ABC):
     @property
     def may_start_fork(self) -> bool:
         """Whether one more new request may become active now, without having waited in the queue."""
-        held = self._admission_held or self._offloaded_wait
+        held = self._admission_held or self._offloaded_wait or self._is_full(0)
         return not held and len(self._active) < self._config.max_requests_per_batch and self._above_margin
 
     @property
@@ -146,6 +147,13 @@ class Scheduler(ABC):
     def _above_margin(self) -> bool:
         """Whether enough of the cache is free for more than decodes."""
         return self._cache.free_share >= self._config.safety_margin
+
+    def limit_active(self, max_active: int | None) -> None:
+        """New requests wait while so many are active; None: the batch alone limits them."""
+        self._max_active = max_active
+
+    def _is_full(self, num_admitted: int) -> bool:
+        return self._max_active is not None and len(self._active) + num_admitted >= self._max_active
 
     def add(self, request: RequestState) -> None:
         """A new request joins the end of the queue."""
@@ -278,7 +286,7 @@ class Scheduler(ABC):
         passed_over: list[RequestState] = []
         num_skipped = 0
         for request in self._candidates_for_admission():
-            if budget.is_spent or num_skipped == MAX_SKIPPED_PER_STEP:
+            if budget.is_spent or num_skipped == MAX_SKIPPED_PER_STEP or self._is_full(len(admitted)):
                 break
             exempt = may_exceed_margin and not batch
             if not (exempt or self._above_margin):

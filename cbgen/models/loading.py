@@ -23,10 +23,10 @@ from transformers.utils import logging as transformers_logging
 
 from cbgen.config import ModelShape
 from cbgen.errors import ModelError, UsageError, first_line
-from cbgen.kernels.cpu.library import Library, load_library
+from cbgen.kernels.cpu.library import Library
 from cbgen.models import gguf, seam, tiny_random
 from cbgen.models.gguf import sampled_bytes
-from cbgen.models.quantization import Calibrator, Quantization
+from cbgen.models.quantization import Calibrator, Quantization, kernels_for
 from cbgen.models.speed import speed_up
 
 TINY_RANDOM = "tiny-random"
@@ -118,7 +118,7 @@ def load(
         )
     model = model.to(device).eval()
     shape = seam.attach(model, description.name, description.max_model_len)
-    library = load_library() if device.type == "cpu" and description.dtype == torch.float32 else None
+    library = kernels_for(device, description.dtype)
     if library is not None:
         _speed_up(model, library, description, quantization)
     return model, shape

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from cbgen.errors import UsageError
-from cbgen.kernels.cpu.library import Library
+from cbgen.kernels.cpu.library import Library, load_library
 from cbgen.kernels.cpu.linear import IntegerWeight, PackedWeight
 
 SCHEMES = {"w8a8": 8, "w8a16": 16}  # the bits of activations
@@ -45,6 +45,11 @@ class Quantization:
         return self.scheme + digest
 
 
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Library | None:
+    """The kernels that replace a model's linear layers there, if any do."""
+    return load_library() if device.type == "cpu" and dtype == torch.float32 else None
+
+
 def resolve_quantization(asked: str | None, calibration: str | None, library: Library | None) -> Quantization | None:
     """The scheme for "int8", "w8a8" or "w8a16". int8 takes activations of 8 bits where a processor multiplies bytes
     fastest, and of 16 bits elsewhere, where they cost nothing. Raises UsageError."""
@@ -53,7 +58,7 @@ def resolve_quantization(asked: str | None, calibration: str | None, library: Li
     if asked != "int8" and asked not in SCHEMES:
         raise UsageError(f"--quantization {asked}: not one of int8, {', '.join(SCHEMES)}")
     if library is None:
-        raise UsageError(f"--quantization {asked}: needs cbgen's compiled kernels and a model on the CPU")
+        raise UsageError(f"--quantization {asked}: needs cbgen's compiled kernels and a model in float32 on the CPU")
     scheme = asked if asked in SCHEMES else "w8a8" if library.multiplies_bytes else "w8a16"
     return Quantization(scheme, _calibration_text(calibration) if SCHEMES[scheme] == 8 else None)
 

@@ -51,6 +51,14 @@ def load_library() -> Library | None:
     return Library(handle, asked if asked in ISAS and ISAS.index(asked) <= ISAS.index(best) else best)
 
 
+def kernels_here() -> str:
+    """In a line, what attends and multiplies on this machine's CPU."""
+    library = load_library()
+    if library is None:
+        return "none compiled in this installation: CPUs run on torch, several times slower; install with a C compiler"
+    return f"cbgen's own for CPUs, {library.isa} of {', '.join(runnable_isas())}"
+
+
 def library_for(isa: str) -> Library:
     """The kernels of one instruction set, which this processor has."""
     path = _path()
