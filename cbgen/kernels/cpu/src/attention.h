@@ -31,7 +31,7 @@ INLINE void CBGEN(product)(long rows, long k, const float *a, long lda, const fl
     case n: \
         for (int r = 0; r < n; r++) \
             for (int v = 0; v < VECTORS; v++) sums[r][v] = add && v < vectors ? CBGEN(load)(to + r * ldo + v * LANES) : (vf){0}; \
-        CBGEN(multiply)(n, k, own, lda, b, step, apart, sums, 0); \
+        CBGEN(multiply)(n, k, own, lda, b, step, apart, sums); \
         for (int r = 0; r < n; r++) \
             for (int v = 0; v < vectors; v++) CBGEN(put)(to + r * ldo + v * LANES, sums[r][v]); \
         break;
@@ -175,6 +175,12 @@ INLINE void CBGEN(fold)(long width, float *state, float *state_max, float *state
     *state_sum = *state_sum * old + part_sum * new, *state_max = best;
 }
 
+/* Nothing is folded yet: if all scores of a row are -inf, it stays so. */
+INLINE void CBGEN(clear)(const struct attention *a, long rows, struct CBGEN(scratch) *s) {
+    memset(s->state, 0, rows * a->padded_dim * sizeof(float));
+    for (long r = 0; r < rows; r++) s->state_sum[r] = 0, s->state_max[r] = -INFINITY;
+}
+
 /* Row r of an item is query head `head * group + r % group` of the query token `tokens[r / group]`. */
 INLINE void CBGEN(load_rows)(const struct attention *a, const int64_t *tokens, long num_tokens, long head,
                              struct CBGEN(scratch) *s) {
@@ -197,7 +203,8 @@ static void CBGEN(attend_prefix)(const struct attention *a, const int64_t *item,
     const int64_t *tokens = a->prefix_tokens + item[1];
     long num_tokens = item[2] - item[1], rows = num_tokens * a->group, width = a->padded_dim;
     CBGEN(load_rows)(a, tokens, num_tokens, head, s);
-    for (long r = 0; r < rows; r++) s->low[r] = 0, s->high[r] = INT64_MAX, s->state_sum[r] = 0;
+    CBGEN(clear)(a, rows, s);
+    for (long r = 0; r < rows; r++) s->low[r] = 0, s->high[r] = INT64_MAX;
     for (int64_t split = 0; split < splits; split++) {
         CBGEN(attend_split)(a, a->tables + request * a->table_width, 0, split, head, rows, s);
         for (long r = 0; r < rows; r++)
@@ -244,9 +251,8 @@ static void CBGEN(attend_rows)(const struct attention *a, const int64_t *item, l
     const int64_t *tokens = a->tokens + item[1];
     long num_tokens = item[2] - item[1], rows = num_tokens * a->group, width = a->padded_dim;
     CBGEN(set_visible)(a, request, tokens, num_tokens, s);
-    for (long r = 0; r < rows; r++) {
-        s->state_sum[r] = 0;
-        if (!split) continue;
+    CBGEN(clear)(a, rows, s);
+    for (long r = 0; split && r < rows; r++) {
         const float *from = CBGEN(waiting)(a, a->prefix_states, tokens[r / a->group], head, r % a->group);
         memcpy(s->state + r * width, from, width * sizeof(float));
         s->state_sum[r] = from[width], s->state_max[r] = from[width + 1];
