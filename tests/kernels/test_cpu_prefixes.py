@@ -30,13 +30,11 @@ def common(tables: np.ndarray, depths: np.ndarray, members: list[int], split_pag
 
 
 def random_tables(rng: random.Random, split_pages: int) -> tuple[np.ndarray, np.ndarray]:
-    """Page tables that grow out of each other's: a new one takes over the first pages of another, or none."""
-    width, fresh, rows = NUM_SPLITS * split_pages, iter(range(1, 1000)), []
-    for _ in range(NUM_REQUESTS):
-        like = rng.choice(rows)[: rng.randint(0, width)] if rows else []
-        rows.append(like + [next(fresh) for _ in range(width - len(like))])
-    rng.shuffle(rows)
-    return np.array(rows), np.array([rng.randint(0, NUM_SPLITS) for _ in rows])
+    """Paths through a tree that branches anywhere: one page at a place for all that came the same way."""
+    numbers: dict[tuple[int, ...], int] = {}
+    ways = [rng.choices([0, 1, 2], weights=[6, 1, 1], k=NUM_SPLITS * split_pages) for _ in range(NUM_REQUESTS)]
+    tables = [[numbers.setdefault(tuple(way[: n + 1]), len(numbers)) for n in range(len(way))] for way in ways]
+    return np.array(tables), np.array([rng.choice([NUM_SPLITS, rng.randint(0, NUM_SPLITS)]) for _ in ways])
 
 
 @pytest.mark.parametrize("split_pages", [1, 3])
