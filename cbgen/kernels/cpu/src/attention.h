@@ -31,7 +31,7 @@ INLINE void CBGEN(product)(long rows, long k, const float *a, long lda, const fl
     case n: \
         for (int r = 0; r < n; r++) \
             for (int v = 0; v < VECTORS; v++) sums[r][v] = add && v < vectors ? CBGEN(load)(to + r * ldo + v * LANES) : (vf){0}; \
-        CBGEN(multiply)(n, k, own, lda, b, step, apart, sums); \
+        CBGEN(multiply)(n, k, own, lda, b, step, apart, sums, 0); \
         for (int r = 0; r < n; r++) \
             for (int v = 0; v < vectors; v++) CBGEN(put)(to + r * ldo + v * LANES, sums[r][v]); \
         break;
