@@ -8,7 +8,7 @@ from torch import nn
 
 from cbgen.kernels.cpu.library import Library
 from cbgen.kernels.cpu.linear import PackedWeight, Workspace
-from cbgen.models.cpu_layer import fast_decoder_layer
+from cbgen.models.cpu_layer import FastDecoderLayer, fast_decoder_layer
 from cbgen.models.cpu_modules import Multiplier, Replacer, fast_norm, gated_mlp, linear_groups, places
 
 # The logits of the model as it was and of the one sped up may differ so far, relative to the largest.
@@ -37,7 +37,8 @@ def speed_up(model: nn.Module, library: Library, run: Trial, weight_of: Multipli
             if weight_of is not None:
                 replacer.restore()
                 _replace(model, replacer, run, weight_of, asked if extent == "layers" else {})
-            return extent
+            has_layers = any(isinstance(module, FastDecoderLayer) for module in model.modules())
+            return "layers" if has_layers else "modules"
         replacer.restore()
     return "none"
 
