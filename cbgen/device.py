@@ -1,5 +1,6 @@
 """All that differs between devices: which one is used, how much memory is free on it, how much was used at most."""
 
+import ctypes
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUP_FILE = Path("/proc/self/cgroup")
 # What a limit file of cgroup v1 holds when there is no limit: a number near 2**63.
 NO_LIMIT_BYTES = 1 << 60
+SMALL_PAGE_BYTES, MADV_HUGEPAGE = 4096, 14  # of linux/mman.h
 
 
 def pick_device(name: str, must_exist: bool = True) -> torch.device:
@@ -31,6 +33,21 @@ def pick_device(name: str, must_exist: bool = True) -> torch.device:
     if beyond or not present.get(device.type, False):
         raise UsageError(f"--device {name}: this machine or this torch build has none; use --device cpu")
     return device
+
+
+def empty_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialized memory of the CPU that is read all over in every forward pass.
+
+    Linux is asked for pages of 2 MiB: with its usual 4 KiB, finding out where a page lies takes a third of the time that
+    attention over scattered pages of KV does. Where it has none to give, nothing changes.
+    """
+    tensor = torch.empty(shape, dtype=dtype)
+    if sys.platform == "linux":
+        first, last = -(-tensor.data_ptr() // SMALL_PAGE_BYTES), (tensor.data_ptr() + tensor.nbytes) // SMALL_PAGE_BYTES
+        if last > first:
+            size = ctypes.c_size_t((last - first) * SMALL_PAGE_BYTES)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first * SMALL_PAGE_BYTES), size, MADV_HUGEPAGE)
+    return tensor
 
 
 def synchronize(device: torch.device) -> None:

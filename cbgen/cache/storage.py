@@ -6,6 +6,7 @@ import torch
 
 from cbgen.cache.layout import CacheLayout
 from cbgen.cache.pool import READ_RESERVE_CHUNK
+from cbgen.device import empty_in_large_pages
 from cbgen.kernels.backend import AttentionBackend
 
 # Pages on their way to another place are gathered first, so many bytes at a time: few enough to stay in a CPU's cache.
@@ -24,7 +25,11 @@ class KVStorage:
 
     def __init__(self, num_chunks: int, layout: CacheLayout, backend: AttentionBackend, device: torch.device):
         num_pages = num_chunks * layout.pages_per_chunk
-        self.pages = torch.empty(num_pages, backend.page_bytes, dtype=torch.uint8, device=device)
+        shape = (num_pages, backend.page_bytes)
+        if device.type == "cpu":
+            self.pages = empty_in_large_pages(shape, torch.uint8)
+        else:
+            self.pages = torch.empty(shape, dtype=torch.uint8, device=device)
         first = READ_RESERVE_CHUNK * layout.pages_per_chunk
         self.pages[first : first + layout.pages_per_chunk].zero_()
         places = {layer: place for group in layout.groups for place, layer in enumerate(group.layers)}

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from cbgen.device import empty_in_large_pages
 from cbgen.kernels.cpu.library import Library
 
 Int64 = ctypes.c_int64
 Address = ctypes.c_void_p
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 FLOAT32_WEIGHT, INTEGER_WEIGHT = 0, 1
+WIDE_GAP = 16  # of kernels.h
 MAX_SUM, MAX_LEVEL, MAX_WEIGHT_LEVEL = 2**31 - 1, 2**15 - 1, 127
 
 
@@ -66,7 +68,9 @@ class PackedWeight:
         return self._packed.nbytes
 
     def _pack(self, weight: torch.Tensor) -> None:
-        self._packed = torch.empty(_panels(self.library, self.out_features) * self.in_features)
+        self._packed = empty_in_large_pages(
+            (_panels(self.library, self.out_features) * self.in_features,), torch.float32
+        )
         pack = self.library.function("linear_pack", Address, Int64, Int64, Address)
         pack(weight.data_ptr(), self.out_features, self.in_features, self._packed.data_ptr())
         self.struct.packed = self._packed.data_ptr()
@@ -115,7 +119,7 @@ class IntegerWeight(PackedWeight):
 
     def _pack(self, weight: torch.Tensor) -> None:
         n, k = weight.shape
-        self._packed = torch.empty(_panels(self.library, n) * -(-k // 4) * 4, dtype=torch.int8)
+        self._packed = empty_in_large_pages((_panels(self.library, n) * -(-k // 4) * 4,), torch.int8)
         self._scales, self._level_sums = torch.empty(n), torch.empty(n, dtype=torch.int32)
         pack = self.library.function("integer_pack", Address, Int64, Int64, Int64, Address, Address, Address)
         targets = (self._packed.data_ptr(), self._scales.data_ptr(), self._level_sums.data_ptr())
@@ -146,7 +150,13 @@ class Workspace:
     def reserve(self, rows: int) -> _Workspace:
         """At least so many rows of it."""
         if rows > self._rows:
-            shapes: list[tuple[int, ...]] = [(self.width,), (2 * self.inner,), (self.inner,), (self.widest + 4,), ()]
+            shapes: list[tuple[int, ...]] = [
+                (self.width,),
+                (2 * self.inner + WIDE_GAP,),
+                (self.inner,),
+                (self.widest + 4,),
+                (),
+            ]
             kinds = [torch.float32] * 3 + [torch.int16, torch.float32]
             self._tensors = [torch.empty(rows, *s, dtype=kind) for s, kind in zip(shapes, kinds, strict=True)]
             self._struct, self._rows = _Workspace(*(tensor.data_ptr() for tensor in self._tensors)), rows
@@ -226,7 +236,7 @@ def _rms_norm(library: Library) -> Any:
 
 @lru_cache
 def _gated(library: Library) -> Any:
-    return library.function("gated", Address, Int64, Int64, Int64, Address)
+    return library.function("gated", Address, Int64, Int64, Int64, Int64, Address)
 
 
 def rms_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -242,7 +252,7 @@ def gated(library: Library, gate_up: torch.Tensor, activation: str) -> torch.Ten
     """gate_up [..., 2 * width], contiguous -> act(first half) * second half, [..., width]."""
     width = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], width)
-    _gated(library)(gate_up.data_ptr(), out.numel() // width, width, ACTIVATIONS[activation], out.data_ptr())
+    _gated(library)(gate_up.data_ptr(), 2 * width, out.numel() // width, width, ACTIVATIONS[activation], out.data_ptr())
     return out
 
 

@@ -21,19 +21,32 @@ struct CBGEN(scratch) {
     int64_t *low, *high; /* [rows]: the tokens that a row sees, high excluded */
 };
 
-INLINE void CBGEN(product)(long rows, long k, const float *a, long lda, const float *b, long step, long apart, float *out,
+/* out [rows, `vectors` vectors] (+)= a [rows, k] times b: see multiply. */
+INLINE void CBGEN(product_tile)(const int rows, const int vectors, long k, const float *a, long lda, const float *b,
+                                long step, long apart, float *out, long ldo, int add) {
+    vf sums[ROWS][VECTORS];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        sums[r][0] = add ? CBGEN(load)(out + r * ldo) : (vf){0};
+        sums[r][1] = add && vectors > 1 ? CBGEN(load)(out + r * ldo + LANES) : (vf){0};
+    }
+    CBGEN(multiply)(rows, k, a, lda, b, step, apart, sums);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        CBGEN(put)(out + r * ldo, sums[r][0]);
+        if (vectors > 1) CBGEN(put)(out + r * ldo + LANES, sums[r][1]);
+    }
+}
+
+static void CBGEN(product)(long rows, long k, const float *a, long lda, const float *b, long step, long apart, float *out,
                            long ldo, int vectors, int add) {
     for (long first = 0; first < rows; first += ROWS) {
-        vf sums[ROWS][VECTORS];
         const float *own = a + first * lda;
         float *to = out + first * ldo;
 #define CASE(n) \
     case n: \
-        for (int r = 0; r < n; r++) \
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = add && v < vectors ? CBGEN(load)(to + r * ldo + v * LANES) : (vf){0}; \
-        CBGEN(multiply)(n, k, own, lda, b, step, apart, sums, 0); \
-        for (int r = 0; r < n; r++) \
-            for (int v = 0; v < vectors; v++) CBGEN(put)(to + r * ldo + v * LANES, sums[r][v]); \
+        if (vectors > 1) CBGEN(product_tile)(n, 2, k, own, lda, b, step, apart, to, ldo, add); \
+        else CBGEN(product_tile)(n, 1, k, own, lda, b, step, apart, to, ldo, add); \
         break;
         switch (rows - first < ROWS ? rows - first : ROWS) {
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
@@ -132,6 +145,16 @@ INLINE void CBGEN(hide)(const struct attention *a, float *scores, long first_tok
     }
 }
 
+/* Pages lie anywhere, so that the processor does not guess which comes next: it is told before. */
+INLINE void CBGEN(fetch_keys)(const struct attention *a, const char *page, long head) {
+    long bytes = a->slots * a->dim * CBGEN(element_bytes)(a->kind);
+    for (long byte = 0; byte < bytes; byte += 64) __builtin_prefetch(page + head * bytes + byte, 0, 2);
+}
+INLINE void CBGEN(fetch_values)(const struct attention *a, const char *page, long head) {
+    long bytes = a->slots * a->padded_dim * CBGEN(element_bytes)(a->kind);
+    for (long byte = 0; byte < bytes; byte += 64) __builtin_prefetch(page + a->values + head * bytes + byte, 0, 2);
+}
+
 /* One split of one table for `rows` rows: part, part_max and part_sum of the scratch. */
 static void CBGEN(attend_split)(const struct attention *a, const int64_t *table, int64_t table_first, int64_t split,
                                 long head, long rows, struct CBGEN(scratch) *s) {
@@ -146,8 +169,12 @@ static void CBGEN(attend_split)(const struct attention *a, const int64_t *table,
     long pages = end > begin ? (end - begin + a->page_size - 1) / a->page_size : 0, slots = pages * a->slots;
     long ld = a->split_pages * a->slots;
     const int64_t *own = table + (begin - table_first) / a->page_size;
-    for (long p = 0; p < pages; p++)
-        CBGEN(page_scores)(a, a->pages + own[p] * a->page_bytes, head, a->slots, rows, s, s->scores + p * a->slots, ld);
+    for (long p = 0; p < pages; p++) {
+        const char *page = a->pages + own[p] * a->page_bytes;
+        if (p + 1 < pages) CBGEN(fetch_keys)(a, a->pages + own[p + 1] * a->page_bytes, head);
+        CBGEN(fetch_values)(a, page, head);
+        CBGEN(page_scores)(a, page, head, a->slots, rows, s, s->scores + p * a->slots, ld);
+    }
     for (long r = 0; r < rows; r++) {
         CBGEN(hide)(a, s->scores + r * ld, begin, pages, s->low[r], s->high[r]);
         CBGEN(softmax_row)(a, s->scores + r * ld, slots, s->part_max + r, s->part_sum + r);
@@ -155,6 +182,8 @@ static void CBGEN(attend_split)(const struct attention *a, const int64_t *table,
     memset(s->part, 0, rows * a->padded_dim * sizeof(float));
     for (long p = 0; p < pages; p++) {
         int64_t start = begin + p * a->page_size;
+        if (end + p * a->page_size < high) /* of the next split */
+            CBGEN(fetch_keys)(a, a->pages + own[pages + p] * a->page_bytes, head);
         long from = low > start ? low - start : 0, to = end - start < a->page_size ? end - start : a->page_size;
         CBGEN(page_values)(a, a->pages + own[p] * a->page_bytes, head, from, to, rows, s, s->scores + p * a->slots, ld);
     }
@@ -204,7 +233,7 @@ static void CBGEN(attend_prefix)(const struct attention *a, const int64_t *item,
     long num_tokens = item[2] - item[1], rows = num_tokens * a->group, width = a->padded_dim;
     CBGEN(load_rows)(a, tokens, num_tokens, head, s);
     CBGEN(clear)(a, rows, s);
-    for (long r = 0; r < rows; r++) s->low[r] = 0, s->high[r] = INT64_MAX;
+    for (long r = 0; r < rows; r++) s->low[r] = 0, s->high[r] = splits * a->split_pages * a->page_size;
     for (int64_t split = 0; split < splits; split++) {
         CBGEN(attend_split)(a, a->tables + request * a->table_width, 0, split, head, rows, s);
         for (long r = 0; r < rows; r++)

@@ -20,11 +20,11 @@ EXPORT void CBGEN(rms_norm)(const float *x, int64_t ldx, int64_t rows, int64_t d
     }
 }
 
-/* out [rows, width] = act(gate) * up, both in x [rows, 2 * width]. */
-EXPORT void CBGEN(gated)(const float *x, int64_t rows, int64_t width, int64_t activation, float *out) {
+/* out [rows, width] = act(gate) * up, both in x [rows, 2 * width], with ldx floats from row to row. */
+EXPORT void CBGEN(gated)(const float *x, int64_t ldx, int64_t rows, int64_t width, int64_t activation, float *out) {
 #pragma omp parallel for schedule(static) if (rows * width > 4096)
     for (int64_t row = 0; row < rows; row++) {
-        const float *gate = x + row * 2 * width, *up = gate + width;
+        const float *gate = x + row * ldx, *up = gate + width;
         float *to = out + row * width;
         for (int64_t i = 0; i < width; i += LANES) {
             float edge[3][LANES] = {{0}};

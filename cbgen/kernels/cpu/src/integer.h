@@ -62,14 +62,16 @@ INLINE vi CBGEN(load_int)(const void *p) {
 
 /* One block of rows times one panel; x [rows, ldx] in int16 or, with `bytes`, in uint8. */
 INLINE void CBGEN(integer_tile)(const int rows, const int bytes, int64_t k, const char *x, int64_t row_bytes,
-                                const int8_t *panel, const int8_t *next, int32_t *to, int resume) {
+                                const int8_t *panel, struct ahead ahead, int32_t *to, int resume) {
     vi sums[ROWS][VECTORS];
     const int64_t steps = bytes ? k / 4 : k / 2, width = (bytes ? 4 : 2) * LANES;
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++) sums[r][v] = resume ? CBGEN(load_int)(to + r * PANEL + v * LANES) : (vi){0};
-    for (int64_t i = 0; i < steps; i++) {
-        if (next) __builtin_prefetch(next + i * VECTORS * width, 0, 2);
+    for (int64_t at = 0; at < steps; at += ahead.every) {
+        fetch(&ahead);
+        int64_t end = at + ahead.every < steps ? at + ahead.every : steps;
+    for (int64_t i = at; i < end; i++) {
         vi w[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
             const int8_t *from = panel + (i * VECTORS + v) * width;
@@ -83,17 +85,18 @@ INLINE void CBGEN(integer_tile)(const int rows, const int bytes, int64_t k, cons
             for (int v = 0; v < VECTORS; v++) sums[r][v] = bytes ? CBGEN(quads)(sums[r][v], own, w[v]) : CBGEN(pairs)(sums[r][v], own, w[v]);
         }
     }
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++) memcpy(to + r * PANEL + v * LANES, &sums[r][v], sizeof(vi));
 }
 
 static void CBGEN(integer_rows)(int64_t rows, int bytes, int64_t k, const char *x, int64_t row_bytes, const int8_t *panel,
-                                const int8_t *next, int32_t *to, int resume) {
+                                struct ahead ahead, int32_t *to, int resume) {
 #define CASE(n) \
     case n: \
-        if (bytes) CBGEN(integer_tile)(n, 1, k, x, row_bytes, panel, next, to, resume); \
-        else CBGEN(integer_tile)(n, 0, k, x, row_bytes, panel, next, to, resume); \
+        if (bytes) CBGEN(integer_tile)(n, 1, k, x, row_bytes, panel, ahead, to, resume); \
+        else CBGEN(integer_tile)(n, 0, k, x, row_bytes, panel, ahead, to, resume); \
         return;
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
@@ -186,11 +189,13 @@ static void CBGEN(integer_linear)(const void *levels, const float *row_scales, i
             for (int64_t begin = 0; begin < depth; begin += INTEGER_K_BLOCK) {
                 int64_t part = depth - begin < INTEGER_K_BLOCK ? depth - begin : INTEGER_K_BLOCK;
                 int more = begin + part < depth || p + 1 < panels;
-                for (int64_t r = 0; r < rows; r += ROWS)
+                struct ahead ahead = {(const char *)panel + (more ? begin + part : begin) * PANEL, (rows + ROWS - 1) / ROWS, 2 * PANEL};
+                if (bytes) ahead.bytes = 4 * PANEL;
+                int64_t steps = bytes ? part / 4 : part / 2;
+                for (int64_t r = 0; r < rows; r += ROWS, ahead.at += (steps + ahead.every - 1) / ahead.every * ahead.bytes)
                     CBGEN(integer_rows)(rows - r < ROWS ? rows - r : ROWS, bytes, part,
                                         (const char *)levels + (first + r) * row_bytes + begin * (bytes ? 1 : 2), row_bytes,
-                                        panel + begin * PANEL, more && r + ROWS >= rows ? panel + (begin + part) * PANEL : 0,
-                                        sums + r * PANEL, begin > 0);
+                                        panel + begin * PANEL, ahead, sums + r * PANEL, begin > 0);
             }
             for (int64_t r = 0; r < rows; r++)
                 for (int64_t c = 0; c < width; c++) {

@@ -5,13 +5,13 @@
 
 #include "kernels.h"
 
-/* Rows of x that pass over a panel, and the depth of a piece of it: 16 KiB of panel in the first-level cache, and rows that
- * stay in the second. */
+/* Rows of x that pass over a panel, and the depth of a piece of it: a panel that stays in
+ * the caches near a core, and rows that do. */
 #ifndef M_BLOCK
 #define M_BLOCK 96
 #endif
 #ifndef K_BLOCK
-#define K_BLOCK 288
+#define K_BLOCK 576
 #endif
 #define INTEGER_K_BLOCK 2048
 

@@ -19,6 +19,20 @@
 enum { KV_FLOAT32, KV_BFLOAT16, KV_INT8 };
 enum { SILU, GELU_TANH };
 
+#ifndef FETCH_LEVEL
+#define FETCH_LEVEL 2
+#endif
+
+/* What comes after a piece of a weight is fetched while that is multiplied, evenly over all its blocks of rows: all at once
+ * would fill the queue to memory and hold up everything. One step's worth, `bytes`, every so many steps. */
+struct ahead {
+    const char *at;
+    int64_t every, bytes;
+};
+INLINE void fetch(struct ahead *ahead) {
+    for (int64_t byte = 0; byte < ahead->bytes; byte += 64) __builtin_prefetch(ahead->at + byte, 0, FETCH_LEVEL);
+    ahead->at += ahead->bytes;
+}
 /* Keys of so many tokens lie together, transposed. */
 #define KEY_TILE 16
 
@@ -48,7 +62,10 @@ struct layer {
     const struct weight *qkv, *out, *gate_up, *down;
 };
 
-/* Memory for the steps of a layer, for `rows` rows at least: wide [rows, widest input or output], levels [rows, widest
+/* Rows of the widest product lie so many floats apart, lest they be a multiple of 4096 bytes apart: see linear_panel_rows. */
+#define WIDE_GAP 16
+
+/* Memory for the steps of a layer, for `rows` rows at least: wide [rows, gate and up and the gap], levels [rows, widest
    input] in int16, row_scales [rows]. */
 struct workspace {
     float *normed, *wide, *inner;

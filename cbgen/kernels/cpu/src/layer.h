@@ -54,8 +54,8 @@ EXPORT void CBGEN(layer_end)(const struct layer *l, const struct workspace *spac
     CBGEN(multiply_weight)(l->out, attended, l->out->k, rows, space->normed, width, space->levels, space->row_scales);
     CBGEN(add)(x, space->normed, rows * width, out);
     CBGEN(rms_norm)(out, width, rows, width, l->mlp_norm, l->mlp_epsilon, space->normed, width);
-    CBGEN(multiply_weight)(l->gate_up, space->normed, width, rows, space->wide, 2 * inner, space->levels, space->row_scales);
-    CBGEN(gated)(space->wide, rows, inner, l->activation, space->inner);
+    CBGEN(multiply_weight)(l->gate_up, space->normed, width, rows, space->wide, 2 * inner + WIDE_GAP, space->levels, space->row_scales);
+    CBGEN(gated)(space->wide, 2 * inner + WIDE_GAP, rows, inner, l->activation, space->inner);
     CBGEN(multiply_weight)(l->down, space->inner, inner, rows, space->normed, width, space->levels, space->row_scales);
     CBGEN(add)(out, space->normed, rows * width, out);
 }

@@ -11,9 +11,8 @@
 
 /* sums [rows, VECTORS * LANES] (+)= a [rows, k] times b, whose vector v of step i is at b + i * step + v * apart. */
 INLINE void CBGEN(multiply)(const int rows, long k, const float *a, long lda, const float *b, long step, long apart,
-                            vf sums[ROWS][VECTORS], const float *next) {
+                            vf sums[ROWS][VECTORS]) {
     for (long i = 0; i < k; i++) {
-        if (next) __builtin_prefetch(next + i * step, 0, 2);
         vf left = CBGEN(load)(b + i * step), right = CBGEN(load)(b + i * step + apart);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
@@ -24,22 +23,25 @@ INLINE void CBGEN(multiply)(const int rows, long k, const float *a, long lda, co
     }
 }
 
-INLINE void CBGEN(linear_tile)(const int rows, long k, const float *x, long ldx, const float *panel, const float *next,
+INLINE void CBGEN(linear_tile)(const int rows, long k, const float *x, long ldx, const float *panel, struct ahead ahead,
                                const float *from, long ldf, float *to, long ldt) {
     vf sums[ROWS][VECTORS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++) sums[r][v] = CBGEN(load)(from + r * ldf + v * LANES);
-    CBGEN(multiply)(rows, k, x, ldx, panel, PANEL, LANES, sums, next);
+    for (long i = 0; i < k; i += ahead.every) {
+        fetch(&ahead);
+        CBGEN(multiply)(rows, k - i < ahead.every ? k - i : ahead.every, x + i, ldx, panel + i * PANEL, PANEL, LANES, sums);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++) CBGEN(put)(to + r * ldt + v * LANES, sums[r][v]);
 }
 
 /* to [rows, P] = from [rows, P] + x [rows, k] times a piece of a panel; `from` is one row for all when ldf is 0. */
-static void CBGEN(linear_rows)(long rows, long k, const float *x, long ldx, const float *panel, const float *next,
+static void CBGEN(linear_rows)(long rows, long k, const float *x, long ldx, const float *panel, struct ahead ahead,
                                const float *from, long ldf, float *to, long ldt) {
-#define CASE(n) case n: CBGEN(linear_tile)(n, k, x, ldx, panel, next, from, ldf, to, ldt); return;
+#define CASE(n) case n: CBGEN(linear_tile)(n, k, x, ldx, panel, ahead, from, ldf, to, ldt); return;
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if CBGEN_LANES == 16
@@ -72,10 +74,11 @@ static void CBGEN(linear_panel_rows)(long m, long k, const float *x, long ldx, c
         long depth = last ? k - begin : K_BLOCK;
         int direct = last && width == PANEL;
         const float *piece = panel + begin * PANEL;
+        struct ahead ahead = {(const char *)(more || !last ? piece + depth * PANEL : piece), (m + ROWS - 1) / ROWS, PANEL * 4};
         for (long r = 0; r < m; r += ROWS) {
             long rows = m - r < ROWS ? m - r : ROWS;
-            const float *next = r + ROWS >= m && (more || !last) ? piece + depth * PANEL : 0;
-            CBGEN(linear_rows)(rows, depth, x + r * ldx + begin, ldx, piece, next, first ? start : sums + r * PANEL,
+            ahead.at += r ? (depth + ahead.every - 1) / ahead.every * PANEL * 4 : 0;
+            CBGEN(linear_rows)(rows, depth, x + r * ldx + begin, ldx, piece, ahead, first ? start : sums + r * PANEL,
                                first ? 0 : PANEL, direct ? out + r * ldo : sums + r * PANEL, direct ? ldo : PANEL);
         }
     }
