@@ -138,15 +138,30 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 def _request(row: dict[str, Any], model: ModelDescription) -> BenchRequest:
     """Raises RowError for a row without a prompt or with a value of the wrong kind."""
-    if "prompt_ids" not in row and "prompt" not in row:
-        raise RowError("neither prompt_ids nor prompt is there")
     max_tokens = whole_number("max_tokens", row.get("max_tokens"))
     if max_tokens < 1:
         raise RowError(f"max_tokens is {max_tokens}, at least 1 is expected")
+    return BenchRequest(_prompt_ids(row, model), max_tokens)
+
+
+def _prompt_ids(row: dict[str, Any], model: ModelDescription) -> list[int]:
+    if "prompt_ids" not in row and "prompt" not in row:
+        raise RowError("neither prompt_ids nor prompt is there")
     if "prompt_ids" in row:
-        return BenchRequest(checked_ids(row["prompt_ids"], model.vocab_size), max_tokens)
-    text = checked_text(row["prompt"], "prompt")
-    return BenchRequest(checked_ids(model.tokenizer(text)["input_ids"], model.vocab_size), max_tokens)
+        return checked_ids(row["prompt_ids"], model.vocab_size)
+    return checked_ids(model.tokenizer(checked_text(row["prompt"], "prompt"))["input_ids"], model.vocab_size)
+
+
+def read_prompts(name: str, model: ModelDescription) -> Iterator[list[int]]:
+    """Token ids of each line of a JSONL file with prompt_ids or prompt. Raises UsageError for what is not one."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UsageError(f"{name}: no such file")
+    for number, row in _rows(path):
+        try:
+            yield _prompt_ids(row, model)
+        except RowError as error:
+            raise UsageError(f"{path}, line {number}: {error}") from error
 
 
 def _file_warnings(sizes: WorkloadSizes, rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -266,6 +266,53 @@ def bench(
 
 
 @app.command()
+def quality(
+    text: options.Text,
+    model: options.Model = None,
+    quantization: options.Quantization = None,
+    calibration: options.Calibration = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
+    rows: options.Rows = 6,
+    row_tokens: options.RowTokens = 1024,
+    prompt_tokens: options.PromptTokens = 64,
+    output_len: options.QualityOutputLen = 64,
+    revision: options.Revision = None,
+    max_model_len: options.MaxModelLen = None,
+    max_batch_tokens: options.MaxBatchTokens = None,
+) -> None:
+    """Measure what int8 weights or KV cost against float32 on TEXT, a JSONL file with prompt or prompt_ids.
+
+    Perplexity; how often the likeliest next token is the same (top-1, the text being given); and how far greedy
+    generation from the beginning of each row goes the same way.
+    """
+    console = Console(stderr=True)
+
+    def measure() -> int:
+        if model is None:
+            raise UsageError("--model is missing")
+        from cbgen.config import ContinuousBatchingConfig
+        from cbgen.device import pick_device
+        from cbgen.models.loading import describe
+        from cbgen.models.quantization import kernels_for, resolve_quantization
+        from cbgen.quality import REFERENCE, QualitySpec, run_quality, table_of
+
+        def tell(line: str) -> None:
+            print_line(console, line)
+
+        device = pick_device("cpu")
+        described = describe(model, revision, REFERENCE, device, max_model_len, tell)
+        chosen = resolve_quantization(quantization, calibration, kernels_for(device, described.dtype))
+        config = ContinuousBatchingConfig(kv_cache_dtype=kv_cache_dtype, max_batch_tokens=max_batch_tokens)
+        spec = QualitySpec(text, rows, row_tokens, prompt_tokens, output_len)
+        Console().print(table_of(run_quality(spec, described, device, config, chosen, tell)))
+        return 0
+
+    code = _guarded(console, measure, interrupted="interrupted")
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
 def env() -> None:
     """Print the versions and the hardware that cbgen runs on."""
 

@@ -38,12 +38,13 @@ def pick_device(name: str, must_exist: bool = True) -> torch.device:
 def empty_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialized memory of the CPU that is read all over in every forward pass.
 
-    Linux is asked for pages of 2 MiB: with its usual 4 KiB, finding out where a page lies takes a third of the time that
+    Linux is asked for pages of 2 MiB: with 4 KiB, finding where a page lies takes a third of the time that
     attention over scattered pages of KV does. Where it has none to give, nothing changes.
     """
     tensor = torch.empty(shape, dtype=dtype)
     if sys.platform == "linux":
-        first, last = -(-tensor.data_ptr() // SMALL_PAGE_BYTES), (tensor.data_ptr() + tensor.nbytes) // SMALL_PAGE_BYTES
+        first = -(-tensor.data_ptr() // SMALL_PAGE_BYTES)
+        last = (tensor.data_ptr() + tensor.nbytes) // SMALL_PAGE_BYTES
         if last > first:
             size = ctypes.c_size_t((last - first) * SMALL_PAGE_BYTES)
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first * SMALL_PAGE_BYTES), size, MADV_HUGEPAGE)

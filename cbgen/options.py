@@ -242,3 +242,8 @@ Profile = Annotated[
     typer.Option("--profile/--no-profile", help="Run cbgen once more, untimed, to see where its time goes."),
 ]
 OutputJson = Annotated[str | None, typer.Option(help="Write all figures to this JSON file.", rich_help_panel=OUTPUT)]
+Text = Annotated[str, typer.Argument(help="JSONL file whose lines have prompt or prompt_ids.", metavar="TEXT")]
+Rows = Annotated[int, typer.Option(help="Rows of the text that are used.")]
+RowTokens = Annotated[int, typer.Option(help="Tokens of each row that are used, from its beginning.")]
+PromptTokens = Annotated[int, typer.Option(help="Tokens of each row that generation starts from.")]
+QualityOutputLen = Annotated[int, typer.Option("--output-len", help="Tokens to generate for each row.")]

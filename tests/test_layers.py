@@ -27,7 +27,7 @@ FLOORS = [
     ["bench_backends"],
     ["bench_worker"],
     ["bench_report"],
-    ["job", "size", "bench"],
+    ["job", "size", "bench", "quality"],
     ["options", "cli"],
     ["__main__"],
 ]
@@ -53,7 +53,15 @@ def test_imports_point_downwards(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["run", "--help"], ["size", "--help"], ["bench", "--help"], ["env", "--help"], ["--version"]],
+    [
+        ["--help"],
+        ["run", "--help"],
+        ["size", "--help"],
+        ["bench", "--help"],
+        ["quality", "--help"],
+        ["env", "--help"],
+        ["--version"],
+    ],
 )
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     """The help of every command works without torch, transformers, pyarrow or numpy in the process."""
