@@ -77,7 +77,7 @@ def run_quality(
         raise UsageError("give --quantization, --kv-cache-dtype or both: there is nothing to compare with float32")
     texts = texts_of(spec, model)
     weights = REFERENCE if quantization is None else quantization.scheme
-    name = f"{weights} weights, {config.kv_dtype_name(REFERENCE)} KV"
+    name = f"{weights}, {config.kv_dtype_name(REFERENCE)} KV"
     notify(f"{len(texts)} rows, {sum(map(len, texts)):,} tokens of {spec.text}")
     plain = replace(config, kv_cache_dtype=REFERENCE)
     reference = answers_of(REFERENCE, model, device, plain, None, texts, spec)
@@ -159,9 +159,10 @@ def _num_common(one: list[int], two: list[int]) -> int:
 
 
 def table_of(comparisons: list[Comparison]) -> Table:
+    """A line per precision; equal tokens are those generated before the first that is another."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("precision")
-    for name in ("perplexity", "change", "top-1", "greedy tokens until the first other", "greedy rows equal"):
+    table.add_column("precision", no_wrap=True)
+    for name in ("perplexity", "change", "top-1", "equal tokens", "equal rows"):
         table.add_column(name, justify="right")
     for own in comparisons:
         table.add_row(

@@ -19,7 +19,7 @@ COMMANDS = get_command(app).commands
 OPTIONS = {
     name for command in COMMANDS.values() for option in command.params for name in option.opts + option.secondary_opts
 }
-LAST_LINES = {"run": "Throughput: ", "size": "fits ", "bench": "profiled "}
+LAST_LINES = {"run": "Throughput: ", "size": "fits ", "bench": "profiled ", "quality": "w8a"}
 
 
 def commands() -> list[tuple[list[str], int]]:
