@@ -285,8 +285,8 @@ def owners(engine: Any, tiny: ModelUnderTest) -> list[tuple[str, Any]]:
 def test_parameters_used_per_token() -> None:
     """All matrices of a dense model but its embedding, whatever class they have; of experts, those that are taken."""
     for name in ("llama", "gpt2", "qwen3_moe"):
-        model = build(name)
-        under_test = ModelUnderTest.of(name, model, frozenset())
+        under_test = ModelUnderTest.of(name, build(name), frozenset())
+        model = under_test.reference  # as it was loaded, with transformers' own modules
         costs = ModelCosts.of(model, under_test.shape, kv_token_bytes=1.0)
         embeddings = sum(w.numel() for part, w in model.named_parameters() if "embed" in part or "wte" in part)
         positions = sum(w.numel() for part, w in model.named_parameters() if "wpe" in part)

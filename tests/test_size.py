@@ -51,7 +51,7 @@ def test_the_plan_is_the_one_that_a_run_makes(num_blocks: int | None) -> None:
 def test_more_memory_fits_more_requests() -> None:
     """The command prints how many requests fit, and gives a line for a length that is asked for."""
     counts = []
-    for memory in ("320MiB", "352MiB"):
+    for memory in ("96MiB", "128MiB"):
         result = cbgen("size", "--model", "tiny-random", "--memory", memory, "--tokens", "2048", "--page-size", 32)
         assert result.exit_code == 0, result.output
         counts.append(int(re.search(r"fits +([\d,]+) requests of 2,048 tokens", result.stdout)[1].replace(",", "")))
