@@ -73,6 +73,7 @@ def run_quality(
 ) -> list[Comparison]:
     """Float32, and the same model with this quantization and kind of KV. Raises CbgenError."""
     spec.check()
+    config.resolve(device.type)  # wrong options are told before anything is read
     if quantization is None and config.kv_cache_dtype in ("auto", REFERENCE):
         raise UsageError("give --quantization, --kv-cache-dtype or both: there is nothing to compare with float32")
     texts = texts_of(spec, model)

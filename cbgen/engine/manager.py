@@ -16,9 +16,8 @@ from cbgen.engine.offloading import Offloader, choose_victims
 from cbgen.engine.requests import FinishReason, RequestState, SamplingParams
 from cbgen.engine.sampler import sample
 from cbgen.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
+from cbgen.engine.tail import active_at_end
 
-# With so many rows a forward pass is no longer bound by reading the weights: fewer would not be cheaper.
-MIN_ACTIVE_AT_END = 32
 _SCORED_ID = -1  # of no request that comes from outside
 
 
@@ -80,6 +79,7 @@ class Manager:
         self._max_model_len = max_model_len
         self._max_waiting = max_waiting
         self._balance_tail = balance_tail
+        self._balanced_for: tuple[int, int] | None = None  # active and waiting when it was last worked out
 
     def run(self, source: RequestSource) -> Iterator[RequestState]:
         """Yields every request of the source once it has finished, in the order of finishing."""
@@ -135,22 +135,21 @@ class Manager:
                 self.scheduler.add(request)
             else:
                 refused += self._fail(request, reason)
-        if self._balance_tail and source.exhausted and self.scheduler.num_waiting:
-            self.scheduler.limit_active(self._balanced_active())
+        if self._balance_tail and source.exhausted:
+            self._balance()
         return refused
 
-    def _balanced_active(self) -> int:
-        """How many active requests make all of them last as long as the longest, if each takes its max_tokens.
+    def _balance(self) -> None:
+        """Once all requests are known, new ones wait as long as that lets the batch stay evenly filled to the end.
 
-        all at once      ████████ ▁▁▁▁▁▁▁▁      rows per step: a step with few rows costs almost as much as a full one,
-        held back        ████▅▅▅▅ ▅▅▅▅▅▅▅▅      because all weights are read for it
+        Worked out anew when somebody came, left or finished: all who are active come one token nearer to their end at
+        every step, which changes nothing.
         """
-        left = [
-            member.params.max_tokens - member.num_generated_tokens
-            for request in self.scheduler.unfinished
-            for member in (request, *request.forks)
-        ]
-        return max(MIN_ACTIVE_AT_END, -(-sum(left) // max(1, *left)))
+        members = (self.scheduler.num_active, self.scheduler.num_waiting)
+        if self.scheduler.num_waiting and members != self._balanced_for:
+            self._balanced_for = members
+            active, waiting = (_tokens_left(requests) for requests in (self.scheduler.active, self.scheduler.waiting))
+            self.scheduler.limit_active(active_at_end(active, waiting))
 
     def cancel(self, request: RequestState) -> None:
         """Ends a request that was pulled, unless it has finished; it holds nothing then. Its forks go on without it."""
@@ -303,3 +302,12 @@ class Manager:
 
     def _count(self, batch: ScheduledBatch, start_s: float) -> None:
         self.metrics.count_step(start_s, time.perf_counter(), len(batch.scheduled), self.cache.used_share)
+
+
+def _tokens_left(requests: list[RequestState]) -> list[int]:
+    """What each request and each of its forks may still generate."""
+    return [
+        member.params.max_tokens - member.num_generated_tokens
+        for request in requests
+        for member in (request, *request.forks)
+    ]
