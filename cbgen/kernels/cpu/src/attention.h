@@ -248,14 +248,12 @@ static void CBGEN(attend_prefix)(const struct attention *a, const int64_t *item,
 }
 
 /* What the query tokens of an item see: themselves and all before them, within the window. */
-INLINE void CBGEN(set_visible)(const struct attention *a, int64_t request, const int64_t *tokens, long num_tokens,
-                               struct CBGEN(scratch) *s) {
+INLINE void CBGEN(set_visible)(const struct attention *a, const int64_t *tokens, long num_tokens, struct CBGEN(scratch) *s) {
     for (long r = 0; r < num_tokens * a->group; r++) {
         int64_t position = a->positions[tokens[r / a->group]];
         s->high[r] = position + 1;
         s->low[r] = a->window > 0 && position >= a->window ? position - a->window + 1 : 0;
     }
-    (void)request;
 }
 
 /* One split of a long request with few query tokens, to wait in `split_states`. */
@@ -264,7 +262,7 @@ static void CBGEN(attend_single)(const struct attention *a, const int64_t *item,
     const int64_t *tokens = a->tokens + a->starts[request];
     long num_tokens = a->starts[request + 1] - a->starts[request], width = a->padded_dim;
     CBGEN(load_rows)(a, tokens, num_tokens, head, s);
-    CBGEN(set_visible)(a, request, tokens, num_tokens, s);
+    CBGEN(set_visible)(a, tokens, num_tokens, s);
     CBGEN(attend_split)(a, a->tables + request * a->table_width, a->table_firsts[request], split, head,
                         num_tokens * a->group, s);
     for (long r = 0; r < num_tokens * a->group; r++) {
@@ -279,7 +277,7 @@ static void CBGEN(attend_rows)(const struct attention *a, const int64_t *item, l
     int64_t request = item[0], split = a->prefix_splits[request], place = a->split_places[request];
     const int64_t *tokens = a->tokens + item[1];
     long num_tokens = item[2] - item[1], rows = num_tokens * a->group, width = a->padded_dim;
-    CBGEN(set_visible)(a, request, tokens, num_tokens, s);
+    CBGEN(set_visible)(a, tokens, num_tokens, s);
     CBGEN(clear)(a, rows, s);
     for (long r = 0; split && r < rows; r++) {
         const float *from = CBGEN(waiting)(a, a->prefix_states, tokens[r / a->group], head, r % a->group);

@@ -12,8 +12,6 @@
    packed weights: panels of PANEL outputs, [k / QUAD, PANEL, QUAD], k filled up with zeros to a multiple of 4. QUAD is 2 for
    int16 pairs and 4 for bytes. */
 
-typedef int16_t CBGEN(i16v) __attribute__((vector_size(4 * LANES)));
-
 /* Sums of products of the pairs of int16 in two vectors. */
 INLINE vi CBGEN(pairs)(vi sums, vi x, vi w) {
 #if CBGEN_LANES == 16 && defined(CBGEN_VNNI)
@@ -71,20 +69,21 @@ INLINE void CBGEN(integer_tile)(const int rows, const int bytes, int64_t k, cons
     for (int64_t at = 0; at < steps; at += ahead.every) {
         fetch(&ahead);
         int64_t end = at + ahead.every < steps ? at + ahead.every : steps;
-    for (int64_t i = at; i < end; i++) {
-        vi w[VECTORS];
-        for (int v = 0; v < VECTORS; v++) {
-            const int8_t *from = panel + (i * VECTORS + v) * width;
-            w[v] = bytes ? CBGEN(load_int)(from) : CBGEN(widen)(from);
-        }
+        for (int64_t i = at; i < end; i++) {
+            vi w[VECTORS];
+            for (int v = 0; v < VECTORS; v++) {
+                const int8_t *from = panel + (i * VECTORS + v) * width;
+                w[v] = bytes ? CBGEN(load_int)(from) : CBGEN(widen)(from);
+            }
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) {
-            int32_t word;
-            memcpy(&word, x + r * row_bytes + i * 4, 4);
-            vi own = (vi){0} + word;
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = bytes ? CBGEN(quads)(sums[r][v], own, w[v]) : CBGEN(pairs)(sums[r][v], own, w[v]);
+            for (int r = 0; r < rows; r++) {
+                int32_t word;
+                memcpy(&word, x + r * row_bytes + i * 4, 4);
+                vi own = (vi){0} + word;
+                for (int v = 0; v < VECTORS; v++)
+                    sums[r][v] = bytes ? CBGEN(quads)(sums[r][v], own, w[v]) : CBGEN(pairs)(sums[r][v], own, w[v]);
+            }
         }
-    }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
