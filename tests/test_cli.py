@@ -157,9 +157,9 @@ def test_everything_resolved_is_printed(tmp_path: Path) -> None:
 
 
 def test_env() -> None:
-    """`cbgen env` prints versions, device and kernel."""
+    """`cbgen env` prints versions, device and kernels."""
     output = cbgen("env").output
-    assert all(word in output for word in ("cbgen", "torch", "transformers", "device", "attention"))
+    assert all(word in output for word in ("cbgen", "torch", "transformers", "device", "kernels"))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ OUT_OF_RANGE = {
     "scheduler_type": ["", "FIFO", "lifo"],
     "allow_block_sharing": [],
     "cpu_offload_space": [-0.1, NAN, float("inf")],
+    "kv_cache_dtype": ["", "int4", "Float32"],
+    "balance_tail": [],
 }
 AT_THE_EDGE = {
     "page_size": [1, 4096],
@@ -30,6 +32,8 @@ AT_THE_EDGE = {
     "scheduler_type": ["fifo"],
     "allow_block_sharing": [True, False],
     "cpu_offload_space": [0.0, 0.001, 512.0],
+    "kv_cache_dtype": ["auto", "float32", "bfloat16", "int8"],
+    "balance_tail": [True, False],
 }
 
 
@@ -55,6 +59,8 @@ def test_defaults_come_from_the_device(
         "safety_margin": 0.15,
         "allow_block_sharing": True,
         "cpu_offload_space": 0.0,
+        "kv_cache_dtype": "auto",
+        "balance_tail": True,
     }
 
 
