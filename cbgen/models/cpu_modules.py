@@ -97,8 +97,7 @@ class Place:
 class Replacer:
     """Puts faster modules into a model, and the model's own back."""
 
-    def __init__(self, model: nn.Module, library: Library):
-        self._model = model
+    def __init__(self, library: Library):
         self.library = library
         self._replaced: list[tuple[Place, nn.Module]] = []
 

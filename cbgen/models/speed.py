@@ -31,7 +31,7 @@ def speed_up(model: nn.Module, library: Library, run: Trial, weight_of: Multipli
         return PackedWeight(library, weight, bias)
 
     for extent in ("layers", "modules"):
-        replacer = Replacer(model, library)
+        replacer = Replacer(library)
         _replace(model, replacer, run, packed, asked if extent == "layers" else {})
         if _answers(run, expected):
             if weight_of is not None:
