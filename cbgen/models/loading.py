@@ -128,16 +128,14 @@ def _speed_up(
     model: PreTrainedModel, library: Library, description: ModelDescription, quantization: Quantization | None
 ) -> None:
     context = description.max_model_len
-    calibrator = None if quantization is None else Calibrator(library, quantization)
-    if calibrator is not None and quantization is not None and quantization.text is not None:
-        token_ids = description.tokenizer(quantization.text)["input_ids"][:context]
-        calibrator.observe(model, lambda ids: seam.run_alone(model, ids, context), token_ids)
-    extent = speed_up(
-        model,
-        library,
-        lambda: seam.trial(model, description.name, context),
-        None if calibrator is None else calibrator.weight_of,
-    )
+    weight_of = None
+    if quantization is not None:
+        calibrator = Calibrator(library, quantization)
+        weight_of = calibrator.weight_of
+        if quantization.text is not None:
+            token_ids = description.tokenizer(quantization.text)["input_ids"][:context]
+            calibrator.observe(model, lambda ids: seam.run_alone(model, ids, context), token_ids)
+    extent = speed_up(model, library, lambda: seam.trial(model, description.name, context), weight_of)
     if extent == "none" and quantization is not None:
         raise ModelError(
             f"--model {description.name}: its linear layers cannot be replaced, so --quantization has nothing to act on"

@@ -81,7 +81,6 @@ class _Side:
 
 @dataclass(frozen=True)
 class _Plan:
-    batch: AttentionBatch
     write_pages: np.ndarray
     write_offsets: np.ndarray
     paged: _Part | None
@@ -166,7 +165,6 @@ class PagedAttention:
         common = (starts, query_lengths, kv_lengths, firsts, batch.window)
         side, side_tables = self._side(batch, sliding, starts) if len(sliding) else (None, tables)
         return _Plan(
-            batch,
             np.ascontiguousarray(batch.write_pages.numpy()),
             np.ascontiguousarray(batch.write_offsets.numpy()),
             self._part(paged, tables[paged], *common) if len(paged) else None,

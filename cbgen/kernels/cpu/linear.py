@@ -63,10 +63,6 @@ class PackedWeight:
             "multiply_weight", ctypes.POINTER(_Weight), Address, Int64, Int64, Address, Int64, Address, Address
         )
 
-    @property
-    def num_bytes(self) -> int:
-        return self._packed.nbytes
-
     def _pack(self, weight: torch.Tensor) -> None:
         self._packed = empty_in_large_pages(
             (_panels(self.library, self.out_features) * self.in_features,), torch.float32
