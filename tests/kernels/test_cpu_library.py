@@ -105,7 +105,8 @@ def test_constants_are_those_of_c(tmp_path: Path) -> None:
         "KV_INT8": attention.KV_KINDS[torch.int8],
         "SILU": linear.ACTIVATIONS["silu"],
         "GELU_TANH": linear.ACTIVATIONS["gelu_pytorch_tanh"],
-        "KEY_TILE": attention.KEY_TILE,
+        "TILE": attention.TILE,
+        "MAX_SPLIT": attention.SPLIT_TOKENS,
         "WEIGHT_FLOAT32": linear.FLOAT32_WEIGHT,
         "WEIGHT_INTEGER": linear.INTEGER_WEIGHT,
     }

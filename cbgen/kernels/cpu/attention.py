@@ -11,8 +11,8 @@ from cbgen.kernels.backend import AttentionBatch, AttentionOptions, align_bytes
 from cbgen.kernels.cpu.library import Library
 from cbgen.kernels.cpu.prefixes import shared_prefixes
 
-# Tokens whose keys lie together, transposed: KEY_TILE of kernels.h.
-KEY_TILE = 16
+# Tokens whose keys lie together, and numbers of values that do: TILE of kernels.h.
+TILE = 16
 # KV is attended in splits of about so many tokens, whole pages, from token 0 on: see attention.h.
 SPLIT_TOKENS = 128
 # Query tokens times query heads per KV head that pass over a page together: their scores stay in the cache of a core.
@@ -102,7 +102,7 @@ class PagedAttention:
     ):
         self.name = f"c-{library.isa}"
         self._heads = num_heads
-        slots, padded_dim = (align_bytes(count, KEY_TILE) for count in (page_size, head_dim))
+        slots, padded_dim = (align_bytes(count, TILE) for count in (page_size, head_dim))
         key_bytes = num_kv_heads * slots * head_dim * kv_dtype.itemsize
         value_bytes = num_kv_heads * slots * padded_dim * kv_dtype.itemsize
         scale_bytes = num_kv_heads * slots * 4 if kv_dtype == torch.int8 else 0
@@ -113,7 +113,7 @@ class PagedAttention:
         self._split_pages = max(1, SPLIT_TOKENS // page_size)
         self._tile_tokens = max(1, ROW_TILE // self._group)
         max_rows = self._tile_tokens * self._group
-        self._scratch_bytes = _scratch_bytes(max_rows, head_dim, padded_dim, self._split_pages * slots, slots)
+        self._scratch_bytes = _scratch_bytes(max_rows, head_dim, padded_dim, self._split_pages * slots)
         self._threads = torch.get_num_threads()
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._fixed = _Attention(
@@ -270,7 +270,7 @@ class PagedAttention:
         return part
 
     def _items(self, lengths: np.ndarray, starts: np.ndarray, contexts: np.ndarray) -> np.ndarray:
-        """[n, 3]: request, from where to where in its part's tokens, what takes longest first."""
+        """[n, 5] of kernels.h, what takes longest first; few query tokens take all KV heads of a page at once."""
         tiles = -(-lengths // self._tile_tokens)
         requests = np.repeat(np.arange(len(lengths)), tiles)
         number = np.arange(len(requests)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
@@ -278,7 +278,16 @@ class PagedAttention:
         ends = np.minimum(begins + self._tile_tokens, starts[requests + 1])
         work = (contexts[requests] + ends - starts[requests]) * (ends - begins)
         order = np.argsort(-work, kind="stable")
-        return np.stack([requests, begins, ends], axis=1)[order]
+        items = np.stack([requests, begins, ends], axis=1)[order]
+        heads = self._fixed.kv_heads
+        together = (items[:, 2] - items[:, 1]) * self._group * heads <= self._fixed.max_rows
+        if together.sum() < ITEMS_PER_THREAD * self._threads:
+            together[:] = False
+        per_item = np.where(together, 1, heads)
+        repeated = np.repeat(items, per_item, axis=0)
+        first = np.arange(len(repeated)) - np.repeat(np.cumsum(per_item) - per_item, per_item)
+        last = np.where(np.repeat(together, per_item), heads, first + 1)
+        return np.column_stack([repeated, first, last])
 
     def _singles(
         self, lengths: np.ndarray, firsts: np.ndarray, lasts: np.ndarray, num_items: int
@@ -287,7 +296,7 @@ class PagedAttention:
         places = np.full(len(lengths), -1, dtype=np.int64)
         rows: list[tuple[int, int, int]] = []
         taken = 0
-        if num_items * self._fixed.kv_heads < ITEMS_PER_THREAD * self._threads:
+        if num_items < ITEMS_PER_THREAD * self._threads:
             for request in np.flatnonzero((lasts > firsts) & (lengths <= self._tile_tokens)).tolist():
                 places[request] = taken
                 for split in range(int(firsts[request]), int(lasts[request]) + 1):
@@ -364,7 +373,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
-def _scratch_bytes(rows: int, dim: int, padded_dim: int, split_slots: int, page_slots: int) -> int:
+def _scratch_bytes(rows: int, dim: int, padded_dim: int, split_slots: int) -> int:
     """What a thread needs, in the order of struct scratch of attention.h, each part from a multiple of 64 bytes on."""
-    counts = [rows * dim, rows * split_slots, rows * padded_dim, rows * padded_dim, page_slots * padded_dim]
+    counts = [rows * dim, rows * split_slots, rows * padded_dim, rows * padded_dim, split_slots * padded_dim]
     return sum(align_bytes(4 * count) for count in [*counts, *[rows] * 4, 2 * rows, 2 * rows])

@@ -1,7 +1,7 @@
 /* Attention over pages, for one layer. See struct attention in kernels.h.
 
-   One work item is a KV head, up to ROW_TILE rows (query tokens x the query heads that share the KV head) and some tokens
-   of KV. KV is cut at fixed places, every `split_pages` pages from token 0 on, and each piece, a split, is attended by
+   One work item is a KV head, or several for few rows, up to ROW_TILE rows (query tokens x the query heads that share a KV
+   head) and some tokens of KV. KV is cut at fixed places, every `split_pages` pages from token 0 on, and each piece, a split, is attended by
    itself: scores, their softmax, the weighted sum of values. What comes out is folded in ascending order:
 
        split 0      split 1      split 2
@@ -16,98 +16,189 @@ struct CBGEN(scratch) {
     float *scores;  /* [rows, split slots] */
     float *part;    /* [rows, padded_dim]: of one split */
     float *state;   /* [rows, padded_dim]: folded so far */
-    float *tile;    /* one page of keys or values of one head in float32 */
+    float *tile;    /* keys of one page, or values of one split, of one head in float32 */
     float *part_max, *part_sum, *state_max, *state_sum; /* [rows] */
     int64_t *low, *high; /* [rows]: the tokens that a row sees, high excluded */
 };
 
-/* out [rows, `vectors` vectors] (+)= a [rows, k] times b: see multiply. */
-INLINE void CBGEN(product_tile)(const int rows, const int vectors, long k, const float *a, long lda, const float *b,
-                                long step, long apart, float *out, long ldo, int add) {
-    vf sums[ROWS][VECTORS];
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-        sums[r][0] = add ? CBGEN(load)(out + r * ldo) : (vf){0};
-        sums[r][1] = add && vectors > 1 ? CBGEN(load)(out + r * ldo + LANES) : (vf){0};
+INLINE long CBGEN(element_bytes)(const int kind) { return kind == KV_FLOAT32 ? 4 : kind == KV_BFLOAT16 ? 2 : 1; }
+
+/* LANES elements of a page, from element i of `from` on, as float32; int8 without its scale. */
+INLINE vf CBGEN(load_kv)(const int kind, const char *from, long i) {
+    if (kind == KV_FLOAT32) return CBGEN(load)((const float *)from + i);
+    if (kind == KV_BFLOAT16) {
+        vu16 half;
+        memcpy(&half, (const uint16_t *)from + i, sizeof half);
+        return (vf)(__builtin_convertvector(half, vi) << 16);
     }
-    CBGEN(multiply)(rows, k, a, lda, b, step, apart, sums);
+#if CBGEN_LANES == 16
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(from + i))));
+#elif CBGEN_LANES == 8
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(from + i))));
+#else
+    vf out;
+    for (int lane = 0; lane < LANES; lane++) out[lane] = ((const int8_t *)from)[i + lane];
+    return out;
+#endif
+}
+
+/* Part of a sum over k: `k` steps over columns `a` on of the left factor and over rows of the right one, from `b` on. */
+struct CBGEN(piece) {
+    const char *b;
+    long a, k;
+};
+
+/* One step of k. What there is more of, rows or vectors, is not held in registers. */
+INLINE void CBGEN(step)(const int kind, const int rows, const int wide, const float *a, long lda, const char *b, long from,
+                        const long *at, vf sums[ROWS][2 * VECTORS]) {
+    if (rows < wide) {
+        vf left[ROWS];
 #pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-        CBGEN(put)(out + r * ldo, sums[r][0]);
-        if (vectors > 1) CBGEN(put)(out + r * ldo + LANES, sums[r][1]);
+        for (int r = 0; r < rows; r++) left[r] = CBGEN(splat)(a[r * lda]);
+#pragma GCC unroll 4
+        for (int v = 0; v < wide; v++) {
+            vf right = CBGEN(load_kv)(kind, b, from + at[v]);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) sums[r][v] += left[r] * right;
+        }
+    } else {
+        vf right[2 * VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < wide; v++) right[v] = CBGEN(load_kv)(kind, b, from + at[v]);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            vf left = CBGEN(splat)(a[r * lda]);
+#pragma GCC unroll 4
+            for (int v = 0; v < wide; v++) sums[r][v] += left * right[v];
+        }
     }
 }
 
-static void CBGEN(product)(long rows, long k, const float *a, long lda, const float *b, long step, long apart, float *out,
-                           long ldo, int vectors, int add) {
-    for (long first = 0; first < rows; first += ROWS) {
-        const float *own = a + first * lda;
-        float *to = out + first * ldo;
-#define CASE(n) \
-    case n: \
-        if (vectors > 1) CBGEN(product_tile)(n, 2, k, own, lda, b, step, apart, to, ldo, add); \
-        else CBGEN(product_tile)(n, 1, k, own, lda, b, step, apart, to, ldo, add); \
-        break;
-        switch (rows - first < ROWS ? rows - first : ROWS) {
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+/* out [rows, `wide` vectors] = the sum over all pieces of a [rows, k] times b [k, wide vectors], whose vector v of step i
+ * is at element i * step + at[v]. Only the first `vectors` of them are stored. */
+INLINE void CBGEN(product_tile)(const int kind, const int rows, const int wide, const float *a, long lda,
+                                const struct CBGEN(piece) *pieces, long num_pieces, long step, const long *at, int vectors,
+                                float *out, long ldo) {
+    vf sums[ROWS][2 * VECTORS];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < wide; v++) sums[r][v] = (vf){0};
+    for (long p = 0; p < num_pieces; p++) {
+        const float *own = a + pieces[p].a;
+        const char *b = pieces[p].b;
+        for (long i = 0; i < pieces[p].k; i++) CBGEN(step)(kind, rows, wide, own + i, lda, b, i * step, at, sums);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < wide; v++)
+            if (v < vectors) CBGEN(put)(out + r * ldo + v * LANES, sums[r][v]);
+}
+
+INLINE void CBGEN(product_rows)(const int kind, long rows, int wide, const float *a, long lda, const struct CBGEN(piece) *pieces,
+                                long num_pieces, long step, const long *at, int vectors, float *out, long ldo) {
+#define CASE(n, w) case n: CBGEN(product_tile)(kind, n, w, a, lda, pieces, num_pieces, step, at, vectors, out, ldo); return;
+    if (wide)
+        switch (rows) {
+            CASE(1, 2 * VECTORS) CASE(2, 2 * VECTORS) CASE(3, 2 * VECTORS)
 #if CBGEN_LANES == 16
-            CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+            CASE(4, 2 * VECTORS) CASE(5, 2 * VECTORS) CASE(6, 2 * VECTORS)
 #endif
         }
+    switch (rows) {
+        CASE(1, VECTORS) CASE(2, VECTORS) CASE(3, VECTORS) CASE(4, VECTORS) CASE(5, VECTORS) CASE(6, VECTORS)
+#if CBGEN_LANES == 16
+        CASE(7, VECTORS) CASE(8, VECTORS) CASE(9, VECTORS) CASE(10, VECTORS) CASE(11, VECTORS) CASE(12, VECTORS)
+#endif
+    }
 #undef CASE
+}
+
+/* out [rows, vectors] as product_tile says, for any number of rows and vectors; at [vectors + 2 * VECTORS]. Few rows
+ * take more vectors at once, lest every sum wait for the one before. Every element is summed in ascending order of k. */
+static void CBGEN(product)(int kind, long rows, const float *a, long lda, const struct CBGEN(piece) *pieces, long num_pieces,
+                           long step, const long *at, long vectors, float *out, long ldo) {
+    int most = 2 * rows <= ROWS ? 2 * VECTORS : VECTORS;
+    for (long v = 0; v < vectors; v += most) {
+        long count = vectors - v < most ? vectors - v : most;
+        int wide = count > VECTORS;
+        for (long r = 0; r < rows; r += ROWS) {
+            long block = rows - r < ROWS ? rows - r : ROWS;
+#define WITH(k) CBGEN(product_rows)(k, block, wide, a + r * lda, lda, pieces, num_pieces, step, at + v, count, out + r * ldo + v * LANES, ldo)
+            if (kind == KV_FLOAT32) WITH(KV_FLOAT32);
+            else if (kind == KV_BFLOAT16) WITH(KV_BFLOAT16);
+            else WITH(KV_INT8);
+#undef WITH
+        }
     }
 }
 
-/* Elements of a page as float32: the page itself, or a copy in `to`. */
-INLINE const float *CBGEN(as_float)(int kind, const void *from, long count, float *to) {
-    if (kind == KV_FLOAT32) return from;
-    if (kind == KV_BFLOAT16) {
-        const uint16_t *half = from;
-        for (long i = 0; i < count; i++) ((uint32_t *)to)[i] = (uint32_t)half[i] << 16;
-    } else {
-        const int8_t *byte = from;
-        for (long i = 0; i < count; i++) to[i] = byte[i];
-    }
-    return to;
+/* `count` elements, a multiple of LANES, as float32. */
+static const char *CBGEN(as_float)(int kind, const char *from, long count, float *to) {
+    if (kind == KV_BFLOAT16)
+        for (long i = 0; i < count; i += LANES) CBGEN(put)(to + i, CBGEN(load_kv)(KV_BFLOAT16, from, i));
+    else
+        for (long i = 0; i < count; i += LANES) CBGEN(put)(to + i, CBGEN(load_kv)(KV_INT8, from, i));
+    return (const char *)to;
 }
 
-INLINE long CBGEN(element_bytes)(int kind) { return kind == KV_FLOAT32 ? 4 : kind == KV_BFLOAT16 ? 2 : 1; }
+/* Whether so many rows are worth a copy of what they read in float32. */
+INLINE int CBGEN(copies)(const struct attention *a, long rows) { return a->kind != KV_FLOAT32 && rows > ROWS; }
 
-/* scores [rows, slots] of `slots` (a multiple of KEY_TILE) places of one page. */
-INLINE void CBGEN(page_scores)(const struct attention *a, const char *page, long head, long slots, long rows,
-                               struct CBGEN(scratch) *s, float *scores, long ld) {
-    long tile = a->dim * KEY_TILE, first = head * a->slots * a->dim;
-    const char *keys = page + first * CBGEN(element_bytes)(a->kind);
-    const float *b = CBGEN(as_float)(a->kind, keys, slots * a->dim, s->tile);
-    for (long slot = 0; slot < slots; slot += PANEL) {
-        /* KEY_TILE keys lie together: as many as a panel of AVX2, two panels of the plain set, half a panel of AVX-512. */
-        const float *own = b + slot / KEY_TILE * tile + slot % KEY_TILE;
-        int pair = LANES < KEY_TILE || slot + KEY_TILE < slots;
-        CBGEN(product)(rows, a->dim, s->query, a->dim, own, KEY_TILE, LANES < KEY_TILE ? LANES : pair ? tile : 0,
-                       scores + slot, ld, pair ? VECTORS : 1, 0);
+/* The most vectors of one row of a product: of the slots of a page, or of a head. */
+#define MAX_VECTORS 64
+
+/* scores [rows, slots] of the places of one page. */
+static void CBGEN(page_scores)(const struct attention *a, const char *page, long head, long rows, struct CBGEN(scratch) *s,
+                               const float *query, float *scores, long ld) {
+    long tile = a->dim * TILE, elements = a->slots * a->dim;
+    struct CBGEN(piece) piece = {page + head * elements * CBGEN(element_bytes)(a->kind), 0, a->dim};
+    int kind = a->kind;
+    if (CBGEN(copies)(a, rows)) piece.b = CBGEN(as_float)(kind, piece.b, elements, s->tile), kind = KV_FLOAT32;
+    for (long slot = 0; slot < a->slots; slot += MAX_VECTORS * LANES) {
+        long at[MAX_VECTORS + 2 * VECTORS], slots = a->slots - slot < MAX_VECTORS * LANES ? a->slots - slot : MAX_VECTORS * LANES;
+        for (long v = 0; v < slots / LANES + 2 * VECTORS; v++) {
+            long own = v < slots / LANES ? slot + v * LANES : slot;
+            at[v] = own / TILE * tile + own % TILE;
+        }
+        CBGEN(product)(kind, rows, query, a->dim, &piece, 1, TILE, at, slots / LANES, scores + slot, ld);
     }
     if (a->kind == KV_INT8) {
         const float *scales = (const float *)(page + a->key_scales) + head * a->slots;
         for (long r = 0; r < rows; r++)
-            for (long i = 0; i < slots; i++) scores[r * ld + i] *= scales[i];
+            for (long i = 0; i < a->slots; i += LANES)
+                CBGEN(put)(scores + r * ld + i, CBGEN(load)(scores + r * ld + i) * CBGEN(load)(scales + i));
     }
 }
 
-/* part [rows, padded_dim] += weights [rows, tokens] times the values of some tokens of one page. */
-INLINE void CBGEN(page_values)(const struct attention *a, const char *page, long head, long begin, long end, long rows,
-                               struct CBGEN(scratch) *s, float *weights, long ld) {
-    long width = a->padded_dim, first = (head * a->slots + begin) * width;
-    const char *values = page + a->values + first * CBGEN(element_bytes)(a->kind);
-    const float *b = CBGEN(as_float)(a->kind, values, (end - begin) * width, s->tile);
-    if (a->kind == KV_INT8) {
-        const float *scales = (const float *)(page + a->value_scales) + head * a->slots;
-        for (long r = 0; r < rows; r++)
-            for (long i = begin; i < end; i++) weights[r * ld + i] *= scales[i];
+/* part [rows, padded_dim] = weights [rows, split slots] times the values of one split: tokens `from` to `to` of it. */
+static void CBGEN(split_values)(const struct attention *a, const int64_t *pages, long head, long from, long to, long rows,
+                                struct CBGEN(scratch) *s, float *weights, long ld, float *part) {
+    long width = a->padded_dim, bytes = CBGEN(element_bytes)(a->kind), count = 0;
+    int kind = a->kind, copies = CBGEN(copies)(a, rows);
+    struct CBGEN(piece) pieces[MAX_SPLIT];
+    float *copy = s->tile;
+    for (long first = from / a->page_size * a->page_size; first < to; first += a->page_size, count++) {
+        long p = first / a->page_size, begin = first < from ? from - first : 0;
+        long end = to - first < a->page_size ? to - first : a->page_size;
+        const char *page = a->pages + pages[p] * a->page_bytes;
+        const char *values = page + a->values + head * a->slots * width * bytes;
+        if (a->kind == KV_INT8) {
+            const float *scales = (const float *)(page + a->value_scales) + head * a->slots;
+            for (long r = 0; r < rows; r++)
+                for (long i = begin; i < end; i++) weights[r * ld + p * a->slots + i] *= scales[i];
+        }
+        if (copies) values = CBGEN(as_float)(kind, values, a->slots * width, copy), copy += a->slots * width;
+        pieces[count] = (struct CBGEN(piece)){values + begin * TILE * (copies ? 4 : bytes), p * a->slots + begin, end - begin};
     }
-    for (long column = 0; column < width; column += PANEL) {
-        int pair = column + LANES < width;
-        CBGEN(product)(rows, end - begin, weights + begin, ld, b + column, width, pair ? LANES : 0, s->part + column, width,
-                       pair ? VECTORS : 1, 1);
+    for (long column = 0; column < width; column += MAX_VECTORS * LANES) {
+        long at[MAX_VECTORS + 2 * VECTORS], columns = width - column < MAX_VECTORS * LANES ? width - column : MAX_VECTORS * LANES;
+        for (long v = 0; v < columns / LANES + 2 * VECTORS; v++) {
+            long own = v < columns / LANES ? column + v * LANES : column;
+            at[v] = own / TILE * a->slots * TILE + own % TILE;
+        }
+        CBGEN(product)(copies ? KV_FLOAT32 : kind, rows, weights, ld, pieces, count, TILE, at, columns / LANES, part + column, width);
     }
 }
 
@@ -127,7 +218,7 @@ INLINE void CBGEN(softmax_row)(const struct attention *a, float *scores, long sl
     /* Nothing visible: everything is -inf, or NaN, which passes through. */
     vf shift = CBGEN(splat)(*largest == -INFINITY ? 0.0f : *largest);
     for (long i = 0; i < slots; i += LANES) {
-        vf weight = CBGEN(exp)(CBGEN(load)(scores + i) - shift);
+        vf weight = CBGEN(exp_below)(CBGEN(load)(scores + i) - shift);
         CBGEN(put)(scores + i, weight);
         total += weight;
     }
@@ -155,9 +246,10 @@ INLINE void CBGEN(fetch_values)(const struct attention *a, const char *page, lon
     for (long byte = 0; byte < bytes; byte += 64) __builtin_prefetch(page + a->values + head * bytes + byte, 0, 2);
 }
 
-/* One split of one table for `rows` rows: part, part_max and part_sum of the scratch. */
+/* One split of one table for `heads` KV heads from `head` on, `rows` rows each: part, part_max and part_sum of the scratch.
+ * Pages are read in the order in which they lie, all heads of one before the next page. */
 static void CBGEN(attend_split)(const struct attention *a, const int64_t *table, int64_t table_first, int64_t split,
-                                long head, long rows, struct CBGEN(scratch) *s) {
+                                long head, long heads, long rows, struct CBGEN(scratch) *s) {
     int64_t split_tokens = a->split_pages * a->page_size, low = INT64_MAX, high = 0;
     for (long r = 0; r < rows; r++) {
         low = s->low[r] < low ? s->low[r] : low;
@@ -166,27 +258,27 @@ static void CBGEN(attend_split)(const struct attention *a, const int64_t *table,
     int64_t begin = split * split_tokens, end = begin + split_tokens;
     if (low > begin) begin = low / a->page_size * a->page_size;
     if (high < end) end = high;
-    long pages = end > begin ? (end - begin + a->page_size - 1) / a->page_size : 0, slots = pages * a->slots;
+    long pages = end > begin ? (end - begin + a->page_size - 1) / a->page_size : 0;
     long ld = a->split_pages * a->slots;
     const int64_t *own = table + (begin - table_first) / a->page_size;
     for (long p = 0; p < pages; p++) {
         const char *page = a->pages + own[p] * a->page_bytes;
-        if (p + 1 < pages) CBGEN(fetch_keys)(a, a->pages + own[p + 1] * a->page_bytes, head);
-        CBGEN(fetch_values)(a, page, head);
-        CBGEN(page_scores)(a, page, head, a->slots, rows, s, s->scores + p * a->slots, ld);
+        for (long h = 0; h < heads; h++) {
+            if (h + 1 < heads) CBGEN(fetch_keys)(a, page, head + h + 1);
+            else if (p + 1 < pages) CBGEN(fetch_keys)(a, a->pages + own[p + 1] * a->page_bytes, head);
+            CBGEN(fetch_values)(a, page, head + h);
+            CBGEN(page_scores)(a, page, head + h, rows, s, s->query + h * rows * a->dim, s->scores + h * rows * ld + p * a->slots, ld);
+        }
     }
-    for (long r = 0; r < rows; r++) {
-        CBGEN(hide)(a, s->scores + r * ld, begin, pages, s->low[r], s->high[r]);
-        CBGEN(softmax_row)(a, s->scores + r * ld, slots, s->part_max + r, s->part_sum + r);
+    for (long r = 0; r < heads * rows; r++) {
+        CBGEN(hide)(a, s->scores + r * ld, begin, pages, s->low[r % rows], s->high[r % rows]);
+        CBGEN(softmax_row)(a, s->scores + r * ld, pages * a->slots, s->part_max + r, s->part_sum + r);
     }
-    memset(s->part, 0, rows * a->padded_dim * sizeof(float));
-    for (long p = 0; p < pages; p++) {
-        int64_t start = begin + p * a->page_size;
-        if (end + p * a->page_size < high) /* of the next split */
-            CBGEN(fetch_keys)(a, a->pages + own[pages + p] * a->page_bytes, head);
-        long from = low > start ? low - start : 0, to = end - start < a->page_size ? end - start : a->page_size;
-        CBGEN(page_values)(a, a->pages + own[p] * a->page_bytes, head, from, to, rows, s, s->scores + p * a->slots, ld);
-    }
+    if (split * split_tokens + split_tokens < high) /* the first of the next split */
+        CBGEN(fetch_keys)(a, a->pages + own[pages] * a->page_bytes, head);
+    for (long h = 0; h < heads; h++)
+        CBGEN(split_values)(a, own, head + h, low > begin ? low - begin : 0, end - begin, rows, s, s->scores + h * rows * ld, ld,
+                            s->part + h * rows * a->padded_dim);
 }
 
 /* Folds a split into the state of one row; both [padded_dim]. */
@@ -210,15 +302,17 @@ INLINE void CBGEN(clear)(const struct attention *a, long rows, struct CBGEN(scra
     for (long r = 0; r < rows; r++) s->state_sum[r] = 0, s->state_max[r] = -INFINITY;
 }
 
-/* Row r of an item is query head `head * group + r % group` of the query token `tokens[r / group]`. */
-INLINE void CBGEN(load_rows)(const struct attention *a, const int64_t *tokens, long num_tokens, long head,
+/* Row r of an item for one KV head is query head `head * group + r % group` of the query token `tokens[r / group]`; the
+ * rows of further KV heads come after it. */
+INLINE void CBGEN(load_rows)(const struct attention *a, const int64_t *tokens, long num_tokens, long head, long heads,
                              struct CBGEN(scratch) *s) {
-    for (long t = 0; t < num_tokens; t++)
-        for (long g = 0; g < a->group; g++) {
-            const float *from = a->query + tokens[t] * a->query_token + (head * a->group + g) * a->query_head;
-            float *to = s->query + (t * a->group + g) * a->dim;
-            for (long i = 0; i < a->dim; i++) to[i] = from[i] * a->scaling;
-        }
+    float *to = s->query;
+    for (long h = head; h < head + heads; h++)
+        for (long t = 0; t < num_tokens; t++)
+            for (long g = 0; g < a->group; g++, to += a->dim) {
+                const float *from = a->query + tokens[t] * a->query_token + (h * a->group + g) * a->query_head;
+                for (long i = 0; i < a->dim; i++) to[i] = from[i] * a->scaling;
+            }
 }
 
 /* The place where the state of a row waits: [padded_dim + 2] floats, sum and largest score last. */
@@ -231,11 +325,11 @@ static void CBGEN(attend_prefix)(const struct attention *a, const int64_t *item,
     int64_t request = item[0], splits = item[3];
     const int64_t *tokens = a->prefix_tokens + item[1];
     long num_tokens = item[2] - item[1], rows = num_tokens * a->group, width = a->padded_dim;
-    CBGEN(load_rows)(a, tokens, num_tokens, head, s);
+    CBGEN(load_rows)(a, tokens, num_tokens, head, 1, s);
     CBGEN(clear)(a, rows, s);
     for (long r = 0; r < rows; r++) s->low[r] = 0, s->high[r] = splits * a->split_pages * a->page_size;
     for (int64_t split = 0; split < splits; split++) {
-        CBGEN(attend_split)(a, a->tables + request * a->table_width, 0, split, head, rows, s);
+        CBGEN(attend_split)(a, a->tables + request * a->table_width, 0, split, head, 1, rows, s);
         for (long r = 0; r < rows; r++)
             CBGEN(fold)(width, s->state + r * width, s->state_max + r, s->state_sum + r, s->part + r * width, s->part_max[r],
                         s->part_sum[r]);
@@ -261,9 +355,9 @@ static void CBGEN(attend_single)(const struct attention *a, const int64_t *item,
     int64_t request = item[0], split = item[1], place = item[2];
     const int64_t *tokens = a->tokens + a->starts[request];
     long num_tokens = a->starts[request + 1] - a->starts[request], width = a->padded_dim;
-    CBGEN(load_rows)(a, tokens, num_tokens, head, s);
+    CBGEN(load_rows)(a, tokens, num_tokens, head, 1, s);
     CBGEN(set_visible)(a, tokens, num_tokens, s);
-    CBGEN(attend_split)(a, a->tables + request * a->table_width, a->table_firsts[request], split, head,
+    CBGEN(attend_split)(a, a->tables + request * a->table_width, a->table_firsts[request], split, head, 1,
                         num_tokens * a->group, s);
     for (long r = 0; r < num_tokens * a->group; r++) {
         float *to = CBGEN(waiting)(a, a->split_states, place + r / a->group, head, r % a->group);
@@ -272,45 +366,51 @@ static void CBGEN(attend_single)(const struct attention *a, const int64_t *item,
     }
 }
 
-/* Some query tokens of one request, from where others left off to the output. */
-static void CBGEN(attend_rows)(const struct attention *a, const int64_t *item, long head, struct CBGEN(scratch) *s) {
+/* The state of one row, with the sinks of its head, to the output. */
+INLINE void CBGEN(put_row)(const struct attention *a, int64_t token, long query_head, const float *state, float largest, float sum) {
+    float scale = 1;
+    if (a->sinks) {
+        float best = a->sinks[query_head] > largest ? a->sinks[query_head] : largest;
+        scale = expf(largest - best);
+        sum = sum * scale + expf(a->sinks[query_head] - best);
+    }
+    float *to = a->out + token * a->out_token + query_head * a->out_head;
+    for (long i = 0; i < a->dim; i++) to[i] = state[i] * scale / sum;
+}
+
+/* Some query tokens of one request for some KV heads, from where others left off to the output. */
+static void CBGEN(attend_rows)(const struct attention *a, const int64_t *item, struct CBGEN(scratch) *s) {
     int64_t request = item[0], split = a->prefix_splits[request], place = a->split_places[request];
     const int64_t *tokens = a->tokens + item[1];
     long num_tokens = item[2] - item[1], rows = num_tokens * a->group, width = a->padded_dim;
+    long head = item[3], heads = item[4] - item[3];
     CBGEN(set_visible)(a, tokens, num_tokens, s);
-    CBGEN(clear)(a, rows, s);
-    for (long r = 0; split && r < rows; r++) {
-        const float *from = CBGEN(waiting)(a, a->prefix_states, tokens[r / a->group], head, r % a->group);
+    CBGEN(clear)(a, heads * rows, s);
+    for (long r = 0; split && r < heads * rows; r++) {
+        const float *from = CBGEN(waiting)(a, a->prefix_states, tokens[r % rows / a->group], head + r / rows, r % a->group);
         memcpy(s->state + r * width, from, width * sizeof(float));
         s->state_sum[r] = from[width], s->state_max[r] = from[width + 1];
     }
     int64_t split_tokens = a->split_pages * a->page_size;
     int64_t first = s->low[0] / split_tokens, last = (s->high[rows - 1] - 1) / split_tokens;
-    if (place < 0) CBGEN(load_rows)(a, tokens, num_tokens, head, s);
+    if (place < 0) CBGEN(load_rows)(a, tokens, num_tokens, head, heads, s);
     for (split = split > first ? split : first; split <= last; split++) {
-        if (place < 0) CBGEN(attend_split)(a, a->tables + request * a->table_width, a->table_firsts[request], split, head, rows, s);
-        for (long r = 0; r < rows; r++) {
+        if (place < 0)
+            CBGEN(attend_split)(a, a->tables + request * a->table_width, a->table_firsts[request], split, head, heads, rows, s);
+        for (long r = 0; r < heads * rows; r++) {
             const float *part = s->part + r * width;
             float part_max = s->part_max[r], part_sum = s->part_sum[r];
             if (place >= 0) {
-                part = CBGEN(waiting)(a, a->split_states, place + r / a->group, head, r % a->group);
+                part = CBGEN(waiting)(a, a->split_states, place + r % rows / a->group, head + r / rows, r % a->group);
                 part_sum = part[width], part_max = part[width + 1];
             }
             CBGEN(fold)(width, s->state + r * width, s->state_max + r, s->state_sum + r, part, part_max, part_sum);
         }
         if (place >= 0) place += num_tokens;
     }
-    for (long r = 0; r < rows; r++) {
-        long query_head = head * a->group + r % a->group;
-        float sum = s->state_sum[r], scale = 1;
-        if (a->sinks) {
-            float best = a->sinks[query_head] > s->state_max[r] ? a->sinks[query_head] : s->state_max[r];
-            scale = expf(s->state_max[r] - best);
-            sum = sum * scale + expf(a->sinks[query_head] - best);
-        }
-        float *to = a->out + tokens[r / a->group] * a->out_token + query_head * a->out_head;
-        for (long i = 0; i < a->dim; i++) to[i] = s->state[r * width + i] * scale / sum;
-    }
+    for (long r = 0; r < heads * rows; r++)
+        CBGEN(put_row)(a, tokens[r % rows / a->group], (head + r / rows) * a->group + r % a->group, s->state + r * width,
+                       s->state_max[r], s->state_sum[r]);
 }
 
 INLINE float *CBGEN(take)(char **at, long count) {
@@ -326,7 +426,7 @@ INLINE struct CBGEN(scratch) CBGEN(scratch_at)(const struct attention *a, char *
     s.scores = CBGEN(take)(&at, rows * a->split_pages * a->slots);
     s.part = CBGEN(take)(&at, rows * a->padded_dim);
     s.state = CBGEN(take)(&at, rows * a->padded_dim);
-    s.tile = CBGEN(take)(&at, a->slots * a->padded_dim);
+    s.tile = CBGEN(take)(&at, a->split_pages * a->slots * a->padded_dim);
     s.part_max = CBGEN(take)(&at, rows), s.part_sum = CBGEN(take)(&at, rows);
     s.state_max = CBGEN(take)(&at, rows), s.state_sum = CBGEN(take)(&at, rows);
     s.low = (int64_t *)CBGEN(take)(&at, 2 * rows), s.high = (int64_t *)CBGEN(take)(&at, 2 * rows);
@@ -347,7 +447,6 @@ EXPORT void CBGEN(attend)(const struct attention *a) {
                 CBGEN(attend_single)(a, a->single_items + i / a->kv_heads * 3, i % a->kv_heads, &s);
         }
 #pragma omp for schedule(dynamic)
-        for (long i = 0; i < a->num_items * a->kv_heads; i++)
-            CBGEN(attend_rows)(a, a->items + i / a->kv_heads * 3, i % a->kv_heads, &s);
+        for (long i = 0; i < a->num_items; i++) CBGEN(attend_rows)(a, a->items + i * 5, &s);
     }
 }

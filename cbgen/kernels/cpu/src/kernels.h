@@ -33,8 +33,10 @@ INLINE void fetch(struct ahead *ahead) {
     for (int64_t byte = 0; byte < ahead->bytes; byte += 64) __builtin_prefetch(ahead->at + byte, 0, FETCH_LEVEL);
     ahead->at += ahead->bytes;
 }
-/* Keys of so many tokens lie together, transposed. */
-#define KEY_TILE 16
+/* Keys of so many tokens lie together, and so many numbers of the values of a page. */
+#define TILE 16
+/* The most pages that a split has. */
+#define MAX_SPLIT 128
 
 /* The weight [n, k] of a linear layer, packed: see linear.h for float32 and integer.h for integers. */
 enum { WEIGHT_FLOAT32, WEIGHT_INTEGER };
@@ -76,10 +78,10 @@ struct workspace {
 /* The attention of one layer in one forward pass.
 
    A page of one layer: keys, values, and for int8 a scale for each token and head of both. `slots` is page_size rounded up
-   to whole tiles, `padded_dim` is dim rounded up to KEY_TILE.
+   to whole tiles, `padded_dim` is dim rounded up to whole tiles.
 
-       keys          [kv_heads, slots / KEY_TILE, dim, KEY_TILE]
-       values        [kv_heads, slots, padded_dim]                     at byte `values`
+       keys          [kv_heads, slots / TILE, dim, TILE]
+       values        [kv_heads, padded_dim / TILE, slots, TILE]        at byte `values`
        key scales    float32 [kv_heads, slots]                         at byte `key_scales`
        value scales  float32 [kv_heads, slots]                         at byte `value_scales`
 
@@ -87,7 +89,7 @@ struct workspace {
    says where each request begins in it; `positions` says where in its request a token is. Row r of `tables` begins with
    the page of token table_firsts[r].
 
-   items         [n, 3]  request, and from where to where in `tokens`: rows attended together
+   items         [n, 5]  request, from where to where in `tokens`, and from which to which KV head: rows attended together
    prefix_items  [n, 4]  a request whose table begins with the prefix, from where to where in `prefix_tokens`, and how many
                          splits the prefix has; the results wait in `prefix_states` [tokens, heads, padded_dim + 2]
    single_items  [n, 3]  request, split, and where in `split_states` the rows of that split wait

@@ -20,6 +20,8 @@
 #define vi CBGEN(vi)
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+#define vu16 CBGEN(vu16)
+typedef uint16_t vu16 __attribute__((vector_size(2 * LANES)));
 #undef vfu
 #define vfu CBGEN(vfu)
 typedef float vfu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -41,15 +43,22 @@ INLINE float CBGEN(largest)(vf v) {
 }
 
 INLINE vf CBGEN(choose)(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
-INLINE vf CBGEN(max)(vf a, vf b) { return CBGEN(choose)(a > b, a, b); }
+/* The larger; b if either is NaN. */
+INLINE vf CBGEN(max)(vf a, vf b) {
+#if CBGEN_LANES == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif CBGEN_LANES == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return CBGEN(choose)(a > b, a, b);
+#endif
+}
 
-/* e^x to about two units in the last place; 0 below -87, where it would leave the normal numbers. NaN stays NaN.
- * x = n ln 2 + r with |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 6; the exponent n is added to the bits. */
-INLINE vf CBGEN(exp)(vf x) {
-    const vf too_low = CBGEN(splat)(-87.0f), too_high = CBGEN(splat)(88.0f);
-    vi vanishes = x < too_low;
-    vf bounded = CBGEN(choose)(x > too_high, too_high, CBGEN(choose)(vanishes, too_low, x));
-    const vf shift = CBGEN(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+/* e^x for x <= 0, to about two units in the last place; 0 below -87, where it would leave the normal numbers. NaN stays NaN.
+ * x = n ln 2 + r with |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 6, times 2^n made of its bits. */
+INLINE vf CBGEN(exp_below)(vf x) {
+    const vf floor = CBGEN(splat)(-87.0f), shift = CBGEN(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vf bounded = CBGEN(max)(floor, x);
     vf shifted = bounded * 1.44269504089f + shift;
     vf n = shifted - shift;
     vf r = bounded - n * 0.693359375f;
@@ -61,6 +70,13 @@ INLINE vf CBGEN(exp)(vf x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    vi bits = (vi)p + (((vi)shifted - (vi)shift) << 23);
-    return CBGEN(choose)(x != x, x, CBGEN(choose)(vanishes, (vf){0}, (vf)bits));
+    vf power = (vf)(((vi)shifted << 23) + (127 << 23)); /* the bits of the shift itself are moved out */
+    return (vf)((vi)(p * power) & ~(x < floor));
+}
+
+/* e^x of any x: infinite above 88. */
+INLINE vf CBGEN(exp)(vf x) {
+    vi positive = x > 0.0f;
+    vf below = CBGEN(exp_below)(CBGEN(choose)(positive, -x, x));
+    return CBGEN(choose)(positive, 1.0f / below, below);
 }
