@@ -139,68 +139,112 @@ EXPORT void CBGEN(integer_pack)(const float *weight, int64_t n, int64_t k, int64
     }
 }
 
-/* x [m, k] -> levels [m, depth], int16 or uint8, and a scale per row. scales_in [k] or null. A row with NaN or infinity has
- * that for its scale. */
+/* LANES numbers from i on of a row of k, those past its end 0, times scales_in. */
+INLINE vf CBGEN(scaled_input)(const float *from, const float *scales_in, int64_t i, int64_t k) {
+    float edge[2][LANES] = {{0}};
+    if (k - i < LANES) {
+        memcpy(edge[0], from + i, (k - i) * 4);
+        if (scales_in) memcpy(edge[1], scales_in + i, (k - i) * 4);
+        from = edge[0], scales_in = scales_in ? edge[1] : 0, i = 0;
+    }
+    vf x = CBGEN(load)(from + i);
+    return scales_in ? x * CBGEN(load)(scales_in + i) : x;
+}
+
+/* One row of x [k] -> levels [depth], int16 or uint8, and its scale. One with NaN or infinity has NaN for its scale. */
+static void CBGEN(quantize_row)(const float *from, int64_t k, const float *scales_in, int64_t limit, int64_t bytes, void *levels,
+                                float *scale) {
+    int64_t depth = (k + 3) / 4 * 4;
+    vf most = {0}, strange = {0};
+    for (int64_t i = 0; i < k; i += LANES) {
+        vf x = CBGEN(scaled_input)(from, scales_in, i, k);
+        most = CBGEN(max)((vf)((vi)x & INT32_MAX), most);
+        strange += x * 0; /* NaN for NaN and infinity, and otherwise 0 */
+    }
+    float largest = CBGEN(largest)(most);
+    int usual = CBGEN(sum)(strange) == 0;
+    vf inverse = CBGEN(splat)(usual && largest > 0 ? limit / largest : 0);
+    *scale = usual ? largest / limit : NAN;
+    int16_t *to = levels;
+    uint8_t *byte = levels;
+    const vf magic = CBGEN(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, found in the low bits */
+    for (int64_t i = 0; i < depth; i += LANES) {
+        vf x = usual && i < k ? CBGEN(scaled_input)(from, scales_in, i, k) : (vf){0};
+        vi whole = (vi)(x * inverse + magic) - 0x4B400000;
+        int64_t count = depth - i < LANES ? depth - i : LANES;
+        if (bytes) {
+            vu8 narrow = __builtin_convertvector(whole + 128, vu8);
+            memcpy(byte + i, &narrow, count);
+        } else {
+            vu16 narrow = __builtin_convertvector(whole, vu16);
+            memcpy(to + i, &narrow, count * 2);
+        }
+    }
+}
+
+/* x [m, k] -> levels [m, depth] and a scale per row. scales_in [k] or null. */
 static void CBGEN(integer_quantize)(const float *x, int64_t ldx, int64_t m, int64_t k, const float *scales_in, int64_t limit,
                                     int64_t bytes, void *levels, float *scales) {
-    int64_t depth = (k + 3) / 4 * 4;
+    int64_t row_bytes = (k + 3) / 4 * 4 * (bytes ? 1 : 2);
 #pragma omp parallel for schedule(static) if (m * k > 4096)
-    for (int64_t row = 0; row < m; row++) {
-        const float *from = x + row * ldx;
-        float most = 0, strange = 0;
-        for (int64_t i = 0; i < k; i++) {
-            float size = fabsf(scales_in ? from[i] * scales_in[i] : from[i]);
-            most = size > most ? size : most;
-            strange += size * 0; /* NaN for NaN and infinity, and otherwise 0 */
+    for (int64_t row = 0; row < m; row++)
+        CBGEN(quantize_row)(x + row * ldx, k, scales_in, limit, bytes, (char *)levels + row * row_bytes, scales + row);
+}
+
+/* One piece of one panel for up to M_BLOCK rows: see linear_piece. */
+static void CBGEN(integer_piece)(int64_t m, int bytes, int64_t k, const char *x, int64_t row_bytes, const int8_t *piece,
+                                 const char *next, int32_t *to, int resume) {
+    int64_t tiles = (m + ROWS - 1) / ROWS, steps = bytes ? k / 4 : k / 2;
+    struct ahead ahead = {next, tiles, (bytes ? 4 : 2) * PANEL};
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        int64_t r = part_begin(tile, tiles, m), rows = part_begin(tile + 1, tiles, m) - r;
+        ahead.at = next + (steps + tiles - 1) / tiles * tile * ahead.bytes;
+        CBGEN(integer_rows)(rows, bytes, k, x + r * row_bytes, row_bytes, piece, ahead, to + r * PANEL, resume);
+    }
+}
+
+/* What one panel of up to M_BLOCK rows gives in float32: out [m, width]; scales, offsets and bias [width]. */
+static void CBGEN(integer_scaled)(int64_t m, int64_t width, const int32_t *sums, const float *row_scales, const float *scales,
+                                  const int32_t *offsets, const float *bias, float *out, int64_t ldo) {
+    float scale[PANEL] = {0}, add[PANEL] = {0}, edge[PANEL];
+    int32_t offset[PANEL] = {0};
+    memcpy(scale, scales, width * 4);
+    if (bias) memcpy(add, bias, width * 4);
+    if (offsets) memcpy(offset, offsets, width * 4);
+    for (int64_t r = 0; r < m; r++) {
+        float *to = width == PANEL ? out + r * ldo : edge;
+        for (int64_t c = 0; c < PANEL; c += LANES) {
+            vi sum = CBGEN(load_int)(sums + r * PANEL + c) - 128 * CBGEN(load_int)(offset + c);
+            vf factor = row_scales[r] * CBGEN(load)(scale + c);
+            CBGEN(put)(to + c, __builtin_convertvector(sum, vf) * factor + CBGEN(load)(add + c));
         }
-        float inverse = most > 0 && strange == 0 ? limit / most : 0;
-        scales[row] = strange == 0 ? most / limit : NAN;
-        int16_t *to = (int16_t *)levels + row * depth;
-        uint8_t *byte = (uint8_t *)levels + row * depth;
-        const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, found in the low bits */
-        for (int64_t i = 0; i < k; i++) {
-            float level = (strange == 0 ? from[i] : 0) * (scales_in ? scales_in[i] : 1) * inverse + magic;
-            int32_t bits;
-            memcpy(&bits, &level, 4);
-            int32_t whole = bits - 0x4B400000;
-            if (bytes) byte[i] = (uint8_t)(whole + 128);
-            else to[i] = (int16_t)whole;
-        }
-        for (int64_t i = k; i < depth; i++)
-            if (bytes) byte[i] = 128;
-            else to[i] = 0;
+        if (width < PANEL) memcpy(out + r * ldo, edge, width * 4);
     }
 }
 
 /* out [m, n] from levels [m, depth] and packed weights. */
-static void CBGEN(integer_linear)(const void *levels, const float *row_scales, int64_t m, int64_t k, int64_t n, int64_t bytes,
-                                  const int8_t *packed, const float *scales, const int32_t *level_sums, const float *bias,
-                                  float *out, int64_t ldo) {
-    int64_t panels = (n + PANEL - 1) / PANEL, blocks = (m + M_BLOCK - 1) / M_BLOCK, depth = (k + 3) / 4 * 4;
-    int64_t row_bytes = depth * (bytes ? 1 : 2);
-#pragma omp parallel for collapse(2) schedule(dynamic, 4)
-    for (int64_t block = 0; block < blocks; block++)
-        for (int64_t p = 0; p < panels; p++) {
+static void CBGEN(integer_linear)(const struct weight *w, const void *levels, const float *row_scales, int64_t m, float *out,
+                                  int64_t ldo) {
+    int64_t panels = (w->n + PANEL - 1) / PANEL, depth = (w->k + 3) / 4 * 4, threads = THREADS, size = w->bytes ? 1 : 2;
+    struct grid grid = grid_of(m, panels);
+    uint64_t runs[threads * RUN];
+    deal(runs, threads, grid.chunks);
+#pragma omp parallel
+    for (int64_t i; (i = take_item(runs, threads, THREAD)) >= 0;)
+        for (int64_t at = 0; at < grid.blocks * grid.chunk; at++) {
+            int64_t block = at / grid.chunk, p = i * grid.chunk + at % grid.chunk, column = p * PANEL;
+            if (p >= panels) continue;
+            int64_t width = w->n - column < PANEL ? w->n - column : PANEL, row = part_begin(block, grid.blocks, m);
+            int64_t rows = part_begin(block + 1, grid.blocks, m) - row;
             int32_t sums[M_BLOCK * PANEL];
-            int64_t first = block * M_BLOCK, rows = m - first < M_BLOCK ? m - first : M_BLOCK, column = p * PANEL;
-            int64_t width = n - column < PANEL ? n - column : PANEL;
-            const int8_t *panel = packed + p * depth * PANEL;
+            const int8_t *panel = (const int8_t *)w->packed + p * depth * PANEL;
             for (int64_t begin = 0; begin < depth; begin += INTEGER_K_BLOCK) {
                 int64_t part = depth - begin < INTEGER_K_BLOCK ? depth - begin : INTEGER_K_BLOCK;
-                int more = begin + part < depth || p + 1 < panels;
-                struct ahead ahead = {(const char *)panel + (more ? begin + part : begin) * PANEL, (rows + ROWS - 1) / ROWS, 2 * PANEL};
-                if (bytes) ahead.bytes = 4 * PANEL;
-                int64_t steps = bytes ? part / 4 : part / 2;
-                for (int64_t r = 0; r < rows; r += ROWS, ahead.at += (steps + ahead.every - 1) / ahead.every * ahead.bytes)
-                    CBGEN(integer_rows)(rows - r < ROWS ? rows - r : ROWS, bytes, part,
-                                        (const char *)levels + (first + r) * row_bytes + begin * (bytes ? 1 : 2), row_bytes,
-                                        panel + begin * PANEL, ahead, sums + r * PANEL, begin > 0);
+                const int8_t *next = panel + (begin + part < depth || p + 1 < panels ? begin + part : begin) * PANEL;
+                CBGEN(integer_piece)(rows, w->bytes, part, (const char *)levels + (row * depth + begin) * size, depth * size,
+                                     panel + begin * PANEL, (const char *)next, sums, begin > 0);
             }
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t c = 0; c < width; c++) {
-                    int32_t sum = sums[r * PANEL + c] - (bytes ? 128 * level_sums[column + c] : 0);
-                    float y = sum * (row_scales[first + r] * scales[column + c]);
-                    out[(first + r) * ldo + column + c] = bias ? y + bias[column + c] : y;
-                }
+            CBGEN(integer_scaled)(rows, width, sums, row_scales + row, w->scales + column, w->bytes ? w->level_sums + column : 0,
+                                  w->bias ? w->bias + column : 0, out + row * ldo + column, ldo);
         }
 }

@@ -9,8 +9,10 @@
 #ifdef _OPENMP
 #include <omp.h>
 #define THREAD omp_get_thread_num()
+#define THREADS omp_get_max_threads()
 #else
 #define THREAD 0
+#define THREADS 1
 #endif
 
 #define EXPORT __attribute__((visibility("default")))
@@ -33,6 +35,45 @@ INLINE void fetch(struct ahead *ahead) {
     for (int64_t byte = 0; byte < ahead->bytes; byte += 64) __builtin_prefetch(ahead->at + byte, 0, FETCH_LEVEL);
     ahead->at += ahead->bytes;
 }
+
+/* Items 0 to n dealt to the threads in runs. A thread goes up through its own, so that it knows what comes next, and then
+   takes the last ones of others:
+
+       thread 0   0 1 2 3 4 .   thread 1   . . 8 9 10 11
+                  ----->    <--            ----->
+
+   runs [threads * RUN]: the next item and the end of each run, in one number that changes at once; a line of the cache each. */
+#define RUN 8
+INLINE void deal(uint64_t *runs, int64_t threads, int64_t items) {
+    for (int64_t t = 0; t < threads; t++) runs[t * RUN] = (uint64_t)(items * t / threads) << 32 | (uint64_t)(items * (t + 1) / threads);
+}
+
+/* An item that nobody else has, or -1. */
+INLINE int64_t take_item(uint64_t *runs, int64_t threads, int64_t own) {
+    for (int64_t other = 0; other < threads; other++) {
+        uint64_t *run = runs + (own + other) % threads * RUN, seen = __atomic_load_n(run, __ATOMIC_RELAXED);
+        while (seen >> 32 < (seen & UINT32_MAX)) {
+            uint64_t left = other ? seen - 1 : seen + (1ull << 32);
+            if (__atomic_compare_exchange_n(run, &seen, left, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+                return other ? left & UINT32_MAX : seen >> 32;
+        }
+    }
+    return -1;
+}
+
+/* The rows of a product in blocks of at most M_BLOCK, its panels in chunks of a few. */
+struct grid {
+    int64_t blocks, chunk, chunks;
+};
+INLINE struct grid grid_of(int64_t rows, int64_t panels) {
+    int64_t chunk = panels / (8 * THREADS);
+    chunk = chunk < 1 ? 1 : chunk > CHUNK ? CHUNK : chunk;
+    return (struct grid){(rows + M_BLOCK - 1) / M_BLOCK, chunk, (panels + chunk - 1) / chunk};
+}
+
+/* Where part `i` of `parts` equal ones begins. */
+INLINE int64_t part_begin(int64_t i, int64_t parts, int64_t count) { return count * i / parts; }
+
 /* Keys of so many tokens lie together, and so many numbers of the values of a page. */
 #define TILE 16
 /* The most pages that a split has. */

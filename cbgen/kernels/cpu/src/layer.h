@@ -8,7 +8,7 @@ EXPORT void CBGEN(multiply_weight)(const struct weight *w, const float *x, int64
         return;
     }
     CBGEN(integer_quantize)(x, ldx, m, w->k, w->scales_in, w->limit, w->bytes, levels, row_scales);
-    CBGEN(integer_linear)(levels, row_scales, m, w->k, w->n, w->bytes, w->packed, w->scales, w->level_sums, w->bias, out, ldo);
+    CBGEN(integer_linear)(w, levels, row_scales, m, out, ldo);
 }
 
 /* One head in place: its norm, if it has one, and its rotation by cosine and sine [rotary]. */

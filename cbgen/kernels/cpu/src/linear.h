@@ -63,39 +63,57 @@ EXPORT void CBGEN(linear_pack)(const float *weight, long n, long k, float *packe
                 packed[(p * k + i) * PANEL + c] = p * PANEL + c < n ? weight[(p * PANEL + c) * k + i] : 0.0f;
 }
 
-/* One panel for up to M_BLOCK rows. Sums between two pieces wait in `sums`: rows of `out` can lie a multiple of 4096 bytes
- * apart, where the first-level cache holds but eight of them. */
-static void CBGEN(linear_panel_rows)(long m, long k, const float *x, long ldx, const float *panel, int more,
-                                     const float *bias, long width, float *out, long ldo) {
-    float sums[M_BLOCK * PANEL], start[PANEL] = {0};
-    if (bias) memcpy(start, bias, width * sizeof(float));
+/* One piece of one panel for up to M_BLOCK rows, in blocks of equally many: a last one of one row would take as long as
+ * one of four. */
+static void CBGEN(linear_piece)(long m, long k, const float *x, long ldx, const float *piece, const char *next,
+                                const float *from, long ldf, float *to, long ldt) {
+    long tiles = (m + ROWS - 1) / ROWS;
+    struct ahead ahead = {next, tiles, PANEL * 4};
+    for (long tile = 0; tile < tiles; tile++) {
+        long r = part_begin(tile, tiles, m), rows = part_begin(tile + 1, tiles, m) - r;
+        ahead.at = next + (k + tiles - 1) / tiles * tile * PANEL * 4;
+        CBGEN(linear_rows)(rows, k, x + r * ldx, ldx, piece, ahead, from + r * ldf, ldf, to + r * ldt, ldt);
+    }
+}
+
+/* `count` panels from `panel` on for up to M_BLOCK rows. Sums between two pieces wait in `sums`: rows of `out` can lie a
+ * multiple of 4096 bytes apart, where the first-level cache holds but eight of them. */
+static void CBGEN(linear_chunk)(long m, long k, long n, const float *x, long ldx, const float *panels, long panel, long count,
+                                const char *next, const float *bias, float *out, long ldo) {
+    float sums[CHUNK * M_BLOCK * PANEL];
     for (long begin = 0; begin < k; begin += K_BLOCK) {
         int first = begin == 0, last = begin + K_BLOCK >= k;
         long depth = last ? k - begin : K_BLOCK;
-        int direct = last && width == PANEL;
-        const float *piece = panel + begin * PANEL;
-        struct ahead ahead = {(const char *)(more || !last ? piece + depth * PANEL : piece), (m + ROWS - 1) / ROWS, PANEL * 4};
-        for (long r = 0; r < m; r += ROWS) {
-            long rows = m - r < ROWS ? m - r : ROWS;
-            ahead.at += r ? (depth + ahead.every - 1) / ahead.every * PANEL * 4 : 0;
-            CBGEN(linear_rows)(rows, depth, x + r * ldx + begin, ldx, piece, ahead, first ? start : sums + r * PANEL,
-                               first ? 0 : PANEL, direct ? out + r * ldo : sums + r * PANEL, direct ? ldo : PANEL);
+        for (long p = 0; p < count; p++) {
+            const float *piece = panels + ((panel + p) * k + begin) * PANEL;
+            const float *after = p + 1 < count ? piece + k * PANEL : piece + (depth - (count - 1) * k) * PANEL;
+            long column = (panel + p) * PANEL, width = n - column < PANEL ? n - column : PANEL;
+            float start[PANEL] = {0}, *own = sums + p * M_BLOCK * PANEL;
+            if (first && bias) memcpy(start, bias + column, width * sizeof(float));
+            int direct = last && width == PANEL;
+            CBGEN(linear_piece)(m, depth, x + begin, ldx, piece, last && p + 1 == count ? next : (const char *)after,
+                                first ? start : own, first ? 0 : PANEL, direct ? out + column : own, direct ? ldo : PANEL);
+            if (last && !direct)
+                for (long r = 0; r < m; r++) memcpy(out + r * ldo + column, own + r * PANEL, width * sizeof(float));
         }
     }
-    if (width < PANEL)
-        for (long r = 0; r < m; r++) memcpy(out + r * ldo, sums + r * PANEL, width * sizeof(float));
 }
 
 /* x [m, k] with ldx floats from row to row; out [m, n] with ldo; bias [n] or null. */
 static void CBGEN(linear_f32)(const float *x, long ldx, long m, long k, long n, const float *packed, const float *bias,
                               float *out, long ldo) {
-    long panels = (n + PANEL - 1) / PANEL, blocks = (m + M_BLOCK - 1) / M_BLOCK;
-#pragma omp parallel for collapse(2) schedule(dynamic, 4)
-    for (long block = 0; block < blocks; block++)
-        for (long p = 0; p < panels; p++) {
-            long row = block * M_BLOCK, column = p * PANEL;
-            CBGEN(linear_panel_rows)(m - row < M_BLOCK ? m - row : M_BLOCK, k, x + row * ldx, ldx, packed + p * k * PANEL,
-                                     p + 1 < panels, bias ? bias + column : 0, n - column < PANEL ? n - column : PANEL,
-                                     out + row * ldo + column, ldo);
+    long panels = (n + PANEL - 1) / PANEL, threads = THREADS;
+    struct grid grid = grid_of(m, panels);
+    uint64_t runs[threads * RUN];
+    deal(runs, threads, grid.chunks);
+#pragma omp parallel
+    for (long i; (i = take_item(runs, threads, THREAD)) >= 0;)
+        for (long block = 0; block < grid.blocks; block++) {
+            long panel = i * grid.chunk, count = panels - panel < grid.chunk ? panels - panel : grid.chunk;
+            long row = part_begin(block, grid.blocks, m), rows = part_begin(block + 1, grid.blocks, m) - row;
+            /* What comes next: the same chunk for the next block, which is near by then, or the next chunk. */
+            long next = block + 1 < grid.blocks || panel + count == panels ? panel : panel + count;
+            CBGEN(linear_chunk)(rows, k, n, x + row * ldx, ldx, packed, panel, count, (const char *)(packed + next * k * PANEL),
+                                bias, out + row * ldo, ldo);
         }
 }

@@ -22,6 +22,8 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 #define vu16 CBGEN(vu16)
 typedef uint16_t vu16 __attribute__((vector_size(2 * LANES)));
+#define vu8 CBGEN(vu8)
+typedef uint8_t vu8 __attribute__((vector_size(LANES)));
 #undef vfu
 #define vfu CBGEN(vfu)
 typedef float vfu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -52,6 +54,12 @@ INLINE vf CBGEN(max)(vf a, vf b) {
 #else
     return CBGEN(choose)(a > b, a, b);
 #endif
+}
+
+/* To the nearest whole number, of |x| below 2^22. */
+INLINE vi CBGEN(round)(vf x) {
+    const vf magic = CBGEN(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds, and the low bits are the number */
+    return (vi)(x + magic) - (vi)magic;
 }
 
 /* e^x for x <= 0, to about two units in the last place; 0 below -87, where it would leave the normal numbers. NaN stays NaN.

@@ -1,32 +1,60 @@
 /* Keys and values of some tokens into their places in the pages of one layer. See struct attention for the layout. */
 
-/* Element i of a vector lies at place i / TILE * far + i % TILE * near. */
-INLINE long CBGEN(place)(long i, long near, long far) { return i / TILE * far + i % TILE * near; }
-
-/* from [dim] to `to`, in the kind of the cache; for int8, *scale is what an element is to be multiplied by. */
-INLINE void CBGEN(store_vector)(int64_t kind, const float *from, long dim, char *to, long near, long far, float *scale) {
-    if (kind == KV_FLOAT32)
-        for (long i = 0; i < dim; i++) ((float *)to)[CBGEN(place)(i, near, far)] = from[i];
-    else if (kind == KV_BFLOAT16)
-        for (long i = 0; i < dim; i++) {
+/* from [dim] -> to [padded_dim] in the kind of the cache; for int8, *scale is what an element is to be multiplied by. */
+static void CBGEN(convert_row)(int64_t kind, const float *from, long dim, long padded_dim, char *to, float *scale) {
+    float row[padded_dim];
+    memcpy(row, from, dim * 4);
+    memset(row + dim, 0, (padded_dim - dim) * 4);
+    if (kind == KV_FLOAT32) {
+        memcpy(to, row, padded_dim * 4);
+    } else if (kind == KV_BFLOAT16) {
+        for (long i = 0; i < padded_dim; i++) {
             uint32_t bits;
-            memcpy(&bits, from + i, 4);
+            memcpy(&bits, row + i, 4);
             /* To the nearest, ties to even; a NaN would turn into an infinity, so it keeps its upper half. */
-            uint32_t rounded = from[i] == from[i] ? bits + 0x7FFF + (bits >> 16 & 1) : bits | 0x400000;
-            ((uint16_t *)to)[CBGEN(place)(i, near, far)] = (uint16_t)(rounded >> 16);
+            uint32_t rounded = row[i] == row[i] ? bits + 0x7FFF + (bits >> 16 & 1) : bits | 0x400000;
+            ((uint16_t *)to)[i] = (uint16_t)(rounded >> 16);
         }
-    else {
-        float most = 0;
-        for (long i = 0; i < dim; i++) {
-            float size = fabsf(from[i]);
-            most = size > most || size != size ? size : most;
+    } else {
+        vf most = {0}, strange = {0};
+        int32_t levels[padded_dim];
+        for (long i = 0; i < padded_dim; i += LANES) {
+            vf x = CBGEN(load)(row + i);
+            most = CBGEN(max)((vf)((vi)x & INT32_MAX), most);
+            strange += x - x; /* NaN for NaN and infinity, and otherwise 0 */
         }
-        *scale = most / 127; /* NaN and infinity stay in the scale, so that the row still shows them */
-        float inverse = most > 0 && most < INFINITY ? 127 / most : 0;
-        for (long i = 0; i < dim; i++) {
-            float level = from[i] * inverse;
-            ((int8_t *)to)[CBGEN(place)(i, near, far)] = level == level ? (int8_t)lrintf(level) : 1;
+        float largest = CBGEN(largest)(most), odd = CBGEN(sum)(strange);
+        *scale = odd == 0 ? largest / 127 : NAN; /* so that the row still shows it */
+        vf inverse = CBGEN(splat)(odd == 0 && largest > 0 ? 127 / largest : 0);
+        for (long i = 0; i < padded_dim; i += LANES) {
+            vi whole = CBGEN(round)(odd == 0 ? CBGEN(load)(row + i) * inverse : (vf){0} + 1.0f);
+            memcpy(levels + i, &whole, sizeof whole);
         }
+        for (long i = 0; i < padded_dim; i++) ((int8_t *)to)[i] = (int8_t)levels[i];
+    }
+}
+
+/* to[i * TILE] = from[i], elements of so many bytes. */
+INLINE void CBGEN(spread)(int64_t bytes, const char *from, long count, char *to) {
+    if (bytes == 4)
+        for (long i = 0; i < count; i++) ((float *)to)[i * TILE] = ((const float *)from)[i];
+    else if (bytes == 2)
+        for (long i = 0; i < count; i++) ((uint16_t *)to)[i * TILE] = ((const uint16_t *)from)[i];
+    else
+        for (long i = 0; i < count; i++) to[i * TILE] = from[i];
+}
+
+/* Where the key of one token begins, that of head h. */
+INLINE char *CBGEN(key_place)(const struct attention *a, char *page, int64_t slot, long h) {
+    return page + ((h * a->slots + slot / TILE * TILE) * a->dim + slot % TILE) * CBGEN(element_bytes)(a->kind);
+}
+
+/* A key touches a line of the cache for each of its numbers, most of them far away: they are asked for one token early. */
+INLINE void CBGEN(fetch_places)(const struct attention *a, char *page, int64_t slot) {
+    long step = TILE * CBGEN(element_bytes)(a->kind);
+    for (long h = 0; h < a->kv_heads; h++) {
+        char *key = CBGEN(key_place)(a, page, slot, h);
+        for (long byte = 0; byte < a->dim * step; byte += 64) __builtin_prefetch(key + byte, 1);
     }
 }
 
@@ -37,17 +65,18 @@ EXPORT void CBGEN(store)(const struct attention *a, char *pages, const float *ke
     long bytes = CBGEN(element_bytes)(a->kind);
 #pragma omp parallel for schedule(static) if (num_tokens > 8)
     for (long t = 0; t < num_tokens; t++) {
-        char *page = pages + write_pages[t] * a->page_bytes;
+        char *page = pages + write_pages[t] * a->page_bytes, row[a->padded_dim * bytes];
         int64_t slot = write_offsets[t];
+        if (t + 1 < num_tokens) CBGEN(fetch_places)(a, pages + write_pages[t + 1] * a->page_bytes, write_offsets[t + 1]);
         for (long h = 0; h < a->kv_heads; h++) {
-            long first_key = (h * a->slots + slot / TILE * TILE) * a->dim + slot % TILE;
-            long first_value = h * a->slots * a->padded_dim + slot * TILE, scale = h * a->slots + slot, far = a->slots * TILE;
-            char *values = page + a->values + first_value * bytes;
-            float *key_scale = (float *)(page + a->key_scales) + scale, *value_scale = (float *)(page + a->value_scales) + scale;
-            CBGEN(store_vector)(a->kind, key + t * key_token + h * key_head, a->dim, page + first_key * bytes, TILE,
-                                TILE * TILE, key_scale);
-            CBGEN(store_vector)(a->kind, value + t * value_token + h * value_head, a->dim, values, 1, far, value_scale);
-            for (long i = a->dim; i < a->padded_dim; i++) memset(values + CBGEN(place)(i, 1, far) * bytes, 0, bytes);
+            char *values = page + a->values + (h * a->slots * a->padded_dim + slot * TILE) * bytes;
+            float *key_scale = (float *)(page + a->key_scales) + h * a->slots + slot;
+            float *value_scale = (float *)(page + a->value_scales) + h * a->slots + slot;
+            CBGEN(convert_row)(a->kind, key + t * key_token + h * key_head, a->dim, a->padded_dim, row, key_scale);
+            CBGEN(spread)(bytes, row, a->dim, CBGEN(key_place)(a, page, slot, h));
+            CBGEN(convert_row)(a->kind, value + t * value_token + h * value_head, a->dim, a->padded_dim, row, value_scale);
+            for (long i = 0; i < a->padded_dim; i += TILE)
+                memcpy(values + i * a->slots * bytes, row + i * bytes, TILE * bytes);
         }
     }
 }
