@@ -109,6 +109,8 @@ def profiling(
         ):
             _replace(owner, name, partial(profiler.timed, part), stack)
         _replace(manager._buffers, "lay_out", profiler.counted, stack)
+        # Layers that attend by themselves would hide it: they leave it to `attend` while they are watched.
+        _replace(backend, "direct", lambda _: lambda *_: None, stack)
         yield profiler
 
 

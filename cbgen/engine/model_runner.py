@@ -1,6 +1,6 @@
 """Runs the model over a packed batch. Each attention layer calls back into one function: the only way up."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -29,6 +29,9 @@ class LayerAttention(Protocol):
         scaling: float | None,
         options: dict[str, Any],
     ) -> torch.Tensor: ...
+
+    def direct(self, layer: int, head_dim: int, scaling: float | None, options: dict[str, Any]) -> Any:
+        """See AttentionBackend.direct."""
 
 
 _layer_attention: ContextVar[LayerAttention] = ContextVar("layer_attention")
@@ -60,6 +63,36 @@ def attention_forward(
     return _layer_attention.get()(module.layer_idx, query, key, value, scaling, options), None
 
 
+def direct_attention(layer: int, head_dim: int, scaling: float | None = None, **options: Any) -> Any:
+    """See AttentionBackend.direct; the keywords are those of `attention_forward`."""
+    return _layer_attention.get().direct(layer, head_dim, scaling, options)
+
+
+class _BatchAttention:
+    """LayerAttention for one forward pass."""
+
+    def __init__(self, backend: AttentionBackend, layers: Sequence[Any], group_of: dict[int, int], plans: list[Any]):
+        self._backend, self._layers, self._group_of, self._plans = backend, layers, group_of, plans
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        asked = attention_options(query.shape[-1], scaling, options)
+        plan = self._plans[self._group_of[layer]]
+        return self._backend.attend(query, key, value, self._layers[layer], plan, asked)[None]
+
+    def direct(self, layer: int, head_dim: int, scaling: float | None, options: dict[str, Any]) -> Any:
+        asked = attention_options(head_dim, scaling, options)
+        return self._backend.direct(self._layers[layer], self._plans[self._group_of[layer]], asked)
+
+
 class ModelRunner:
     """A model, the storage of its KV and the kernel that attends over it."""
 
@@ -72,22 +105,9 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, inputs: BatchInputs) -> torch.Tensor:
         """Writes the batch's KV and returns the logits [S, vocab] of the tokens that sample."""
-        plans = [self._backend.prepare(attention) for attention in inputs.attention]
-
-        def attend(
-            layer: int,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            scaling: float | None,
-            options: dict[str, Any],
-        ) -> torch.Tensor:
-            query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-            asked = attention_options(query.shape[-1], scaling, options)
-            plan = plans[self._group_of[layer]]
-            return self._backend.attend(query, key, value, self._storage.layers[layer], plan, asked)[None]
-
-        with serving_attention(attend):
+        plans = [self._backend.prepare(batch) for batch in inputs.attention]
+        attention = _BatchAttention(self._backend, self._storage.layers, self._group_of, plans)
+        with serving_attention(attention):
             output = self._model(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,

@@ -28,9 +28,8 @@ def sample(logits: torch.Tensor, requests: list[RequestState]) -> list[int | Non
     """
     if logits.device.type == "mps":  # it has no float64, which the draws need
         logits = logits.cpu()
-    best, greedy_ids = logits.max(dim=-1)  # NaN anywhere in a row comes out as its maximum
-    token_ids: list[int | None] = greedy_ids.tolist()
-    finite = torch.isfinite(best).tolist()
+    greedy_ids, finite = _greedy(logits)
+    token_ids: list[int | None] = list(greedy_ids)
     plain = [row for row, r in enumerate(requests) if finite[row] and r.params.temperature > 0 and not _filters(r)]
     filtered = [row for row, r in enumerate(requests) if finite[row] and r.params.temperature > 0 and _filters(r)]
     for rows, draw in ((plain, _draw_plain), (filtered, _draw_filtered)):
@@ -39,6 +38,16 @@ def sample(logits: torch.Tensor, requests: list[RequestState]) -> list[int | Non
             for row, token_id in zip(rows, drawn.tolist(), strict=True):
                 token_ids[row] = token_id
     return [token_id if ok else None for token_id, ok in zip(token_ids, finite, strict=True)]
+
+
+def _greedy(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """The most likely token of each row, and whether the row is finite: a NaN in it comes out as its maximum."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:  # ten times as fast as torch's
+        rows = logits.numpy()
+        ids = rows.argmax(axis=-1)
+        return ids.tolist(), np.isfinite(rows[np.arange(len(ids)), ids]).tolist()
+    best, best_ids = logits.max(dim=-1)
+    return best_ids.tolist(), torch.isfinite(best).tolist()
 
 
 def _filters(request: RequestState) -> bool:

@@ -59,6 +59,12 @@ class AttentionBackend(Protocol):
     def prepare(self, batch: AttentionBatch) -> Any:
         """What is the same for every layer of one type in one forward pass, worked out once."""
 
+    def direct(self, pages: Any, plan: Any, options: AttentionOptions) -> Any:
+        """For layers in the same language as this backend: all that `attend` knows beside query, key and value.
+
+        None where only `attend` can do it, as always for a backend that has no such layers.
+        """
+
     def attend(
         self,
         query: torch.Tensor,

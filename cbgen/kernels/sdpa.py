@@ -1,6 +1,7 @@
 """Reference attention in plain torch: any device, any head size, over gathered copies of each request's pages."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -132,6 +133,9 @@ class SdpaAttention:
             visible &= tokens >= lasts - batch.window
         hidden = torch.nonzero(~visible.flatten())[:, 0]
         return DecodeGroup(rows, batch.page_tables[requests, :num_pages], visible[:, None, None, :], hidden)
+
+    def direct(self, pages: Any, plan: Any, options: AttentionOptions) -> None:
+        """See AttentionBackend: there is none."""
 
     def attend(
         self,

@@ -1,4 +1,4 @@
-"""A decoder layer of the most common kind as two calls into C around its attention.
+"""A decoder layer of the most common kind as one call into C, or as two around its attention.
 
 The kind is that of Llama, Mistral, Qwen 2 and 3, SmolLM and others: a norm before attention and one before a gated MLP,
 both added to their input; rotary embedding of whole heads' first numbers, half against half. A layer that merely looks
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cbgen.engine.model_runner import attention_forward
+from cbgen.engine.model_runner import attention_forward, direct_attention
 from cbgen.kernels.cpu.library import Library
 from cbgen.kernels.cpu.linear import LayerKernel, LayerParts, Workspace
 from cbgen.models.cpu_modules import FastRMSNorm, Multiplier, fast_norm, gated_mlp, joined
@@ -33,6 +33,9 @@ class FastDecoderLayer(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *_: Any, **keywords: Any) -> torch.Tensor:
         cosine, sine = (part[0].contiguous() for part in keywords["position_embeddings"])
         x = hidden_states[0].contiguous()
+        direct = direct_attention(self.layer_idx, self._kernel.parts.dim, **self._asked)
+        if direct is not None:
+            return self._kernel.run(x, cosine, sine, direct)[None]
         parts = self._kernel.parts
         qkv = self._kernel.begin(x, cosine, sine).transpose(0, 1)[None]
         query, key, value = qkv.split((parts.heads, parts.kv_heads, parts.kv_heads), dim=1)
@@ -46,7 +49,7 @@ def fast_decoder_layer(
     asked: dict[int, dict[str, Any]],
     weight_of: Multiplier,
     path: str,
-    workspaces: dict[tuple[int, int, int], Workspace],
+    workspaces: dict[tuple[int, ...], Workspace],
 ) -> FastDecoderLayer | None:
     """One of ours for a layer of the kind, or None. asked: what each layer asks of its attention, by its number."""
     if {name for name, _ in module.named_children()} != LAYER_CHILDREN:
@@ -85,7 +88,7 @@ def fast_decoder_layer(
         down=mlp.down,
     )
     own = parts.workspace()
-    workspace = workspaces.setdefault((own.width, own.inner, own.widest), own)
+    workspace = workspaces.setdefault(own.shape, own)
     return FastDecoderLayer(LayerKernel(library, parts, workspace), number, asked[number])
 
 

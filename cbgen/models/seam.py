@@ -62,6 +62,9 @@ class _Trial:
         outputs = [attend_sequence(q, k, v, visibility_mask(len(q), 0, window, q.device), asked) for q, k, v in pieces]
         return torch.cat(outputs)[None]
 
+    def direct(self, *_: Any) -> None:
+        """See LayerAttention: what a layer asks is to be seen here."""
+
 
 @torch.inference_mode()
 def attach(model: PreTrainedModel, name: str, max_model_len: int) -> ModelShape:

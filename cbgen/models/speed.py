@@ -48,7 +48,7 @@ def _replace(
 ) -> None:
     """asked: by layer number, for those that may be replaced as a whole."""
     library = replacer.library
-    workspaces: dict[tuple[int, int, int], Workspace] = {}
+    workspaces: dict[tuple[int, ...], Workspace] = {}
     if asked:
         for place in list(places(model)):
             layer = fast_decoder_layer(library, place.module, asked, weight_of, place.path, workspaces)

@@ -63,6 +63,7 @@ class _Part:
 
     call: _Attention
     kept: list[Any] = field(default_factory=list)
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,16 @@ class _Plan:
     paged: _Part | None
     sliding: _Part | None
     side: _Side | None
+
+
+@dataclass(frozen=True)
+class DirectAttention:
+    """What a layer in C needs to attend by itself (layer_run of layer.h), for one layer of one forward pass."""
+
+    call: _Attention
+    pages: int
+    write_pages: int
+    write_offsets: int
 
 
 class PagedAttention:
@@ -321,6 +332,15 @@ class PagedAttention:
             np.concatenate(lists) if lists else np.zeros(0, dtype=np.int64),
         )
 
+    def direct(self, pages: torch.Tensor, plan: _Plan, options: AttentionOptions) -> DirectAttention | None:
+        """See AttentionBackend. Pieces of prompts in sliding layers read side pages, which `attend` makes."""
+        if plan.paged is None or plan.sliding is not None:
+            return None
+        self._ask(plan.paged, options)
+        return DirectAttention(
+            plan.paged.call, pages.data_ptr(), plan.write_pages.ctypes.data, plan.write_offsets.ctypes.data
+        )
+
     def attend(
         self,
         query: torch.Tensor,
@@ -358,13 +378,18 @@ class PagedAttention:
         self, part: _Part, pages: torch.Tensor, query: torch.Tensor, output: torch.Tensor, options: AttentionOptions
     ) -> None:
         call = part.call
-        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        self._ask(part, options)
         call.pages, call.query, call.out = pages.data_ptr(), query.data_ptr(), output.data_ptr()
         call.query_token, call.query_head = query.stride(0), query.stride(1)
         call.out_token, call.out_head = output.stride(0), output.stride(1)
-        call.scaling, call.softcap = options.scaling, options.softcap or 0.0
-        call.sinks = None if sinks is None else sinks.data_ptr()
         self._attend(call)
+
+    @staticmethod
+    def _ask(part: _Part, options: AttentionOptions) -> None:
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        part.sinks = sinks
+        part.call.scaling, part.call.softcap = options.scaling, options.softcap or 0.0
+        part.call.sinks = None if sinks is None else sinks.data_ptr()
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

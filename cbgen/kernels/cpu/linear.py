@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cbgen.device import empty_in_large_pages
+from cbgen.kernels.cpu.attention import DirectAttention, _Attention
 from cbgen.kernels.cpu.library import Library
 
 Int64 = ctypes.c_int64
@@ -44,7 +45,7 @@ class _Layer(ctypes.Structure):
 class _Workspace(ctypes.Structure):
     """struct workspace of kernels.h."""
 
-    _fields_ = [(name, Address) for name in ("normed", "wide", "inner", "levels", "row_scales")]
+    _fields_ = [(name, Address) for name in ("normed", "wide", "inner", "qkv", "attended", "levels", "row_scales")]
 
 
 class PackedWeight:
@@ -133,15 +134,23 @@ class IntegerWeight(PackedWeight):
 class Workspace:
     """Memory that layers of one shape use one after the other. It grows with the batch.
 
-    width: hidden size; inner: that of the MLP; widest: the most that a linear layer reads.
+    width: hidden size; inner: that of the MLP; widest: the most that a linear layer reads; qkv, attended: what the
+    projections into attention give and what it gives.
     """
 
     width: int
     inner: int
     widest: int
+    qkv: int
+    attended: int
     _rows: int = 0
     _tensors: list[torch.Tensor] = field(default_factory=list)
     _struct: _Workspace = field(default_factory=_Workspace)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Layers with the same can share it."""
+        return (self.width, self.inner, self.widest, self.qkv, self.attended)
 
     def reserve(self, rows: int) -> _Workspace:
         """At least so many rows of it."""
@@ -150,10 +159,12 @@ class Workspace:
                 (self.width,),
                 (2 * self.inner + WIDE_GAP,),
                 (self.inner,),
+                (self.qkv,),
+                (self.attended,),
                 (self.widest + 4,),
                 (),
             ]
-            kinds = [torch.float32] * 3 + [torch.int16, torch.float32]
+            kinds = [torch.float32] * 5 + [torch.int16, torch.float32]
             self._tensors = [torch.empty(rows, *s, dtype=kind) for s, kind in zip(shapes, kinds, strict=True)]
             self._struct, self._rows = _Workspace(*(tensor.data_ptr() for tensor in self._tensors)), rows
         return self._struct
@@ -179,7 +190,7 @@ class LayerParts:
     def workspace(self) -> Workspace:
         """One that fits, for this layer and all of its shape."""
         width, inner, attended = self.qkv.in_features, self.down.in_features, self.out.in_features
-        return Workspace(width, inner, max(width, inner, attended))
+        return Workspace(width, inner, max(width, inner, attended), self.qkv.out_features, attended)
 
 
 class LayerKernel:
@@ -207,6 +218,8 @@ class LayerKernel:
         common = (ctypes.POINTER(_Layer), ctypes.POINTER(_Workspace), Address)
         self._begin = library.function("layer_begin", *common, Int64, Address, Address, Address)
         self._end = library.function("layer_end", *common, Address, Int64, Address)
+        attention = (ctypes.POINTER(_Attention), Address, Address, Address)
+        self._run = library.function("layer_run", *common, Int64, Address, Address, *attention, Address)
 
     def begin(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         """x [rows, width], cosine and sine [rows, rotary], all contiguous float32 -> qkv [rows, heads of all, dim]."""
@@ -222,6 +235,28 @@ class LayerKernel:
         out = torch.empty(x.shape)
         space = self._workspace.reserve(len(x))
         self._end(self._struct, space, x.data_ptr(), attended.data_ptr(), len(x), out.data_ptr())
+        return out
+
+    def run(
+        self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, attention: DirectAttention
+    ) -> torch.Tensor:
+        """The whole layer: x [rows, width] -> [rows, width]; cosine and sine as for `begin`."""
+        self._struct.rotary = cosine.shape[1]
+        rows = x.shape[0]
+        out = torch.empty(x.shape)
+        self._run(
+            self._struct,
+            self._workspace.reserve(rows),
+            x.data_ptr(),
+            rows,
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            attention.call,
+            attention.pages,
+            attention.write_pages,
+            attention.write_offsets,
+            out.data_ptr(),
+        )
         return out
 
 

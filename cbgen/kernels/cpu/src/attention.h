@@ -202,8 +202,6 @@ static void CBGEN(split_values)(const struct attention *a, const int64_t *pages,
     }
 }
 
-INLINE vf CBGEN(tanh)(vf x) { return 1.0f - 2.0f / (CBGEN(exp)(x + x) + 1.0f); }
-
 /* scores [slots], of which only `low` to `high` are visible and seen, become weights; their sum and largest score. */
 INLINE void CBGEN(softmax_row)(const struct attention *a, float *scores, long slots, float *largest, float *sum) {
     vf best = CBGEN(splat)(-INFINITY), total = {0};

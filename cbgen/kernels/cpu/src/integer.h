@@ -151,8 +151,24 @@ INLINE vf CBGEN(scaled_input)(const float *from, const float *scales_in, int64_t
     return scales_in ? x * CBGEN(load)(scales_in + i) : x;
 }
 
+/* LANES levels as int16, or as bytes with 128 added. */
+INLINE void CBGEN(put_levels)(char *to, const int bytes, vi whole) {
+    if (bytes) {
+        vu8 narrow = __builtin_convertvector(whole + 128, vu8);
+        memcpy(to, &narrow, sizeof narrow);
+        return;
+    }
+#if CBGEN_LANES == 8
+    __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)whole), _mm256_extracti128_si256((__m256i)whole, 1));
+    _mm_storeu_si128((void *)to, halves);
+#else
+    vu16 narrow = __builtin_convertvector(whole, vu16);
+    memcpy(to, &narrow, sizeof narrow);
+#endif
+}
+
 /* One row of x [k] -> levels [depth], int16 or uint8, and its scale. One with NaN or infinity has NaN for its scale. */
-static void CBGEN(quantize_row)(const float *from, int64_t k, const float *scales_in, int64_t limit, int64_t bytes, void *levels,
+static void CBGEN(quantize_row)(const float *from, int64_t k, const float *scales_in, int64_t limit, int bytes, void *levels,
                                 float *scale) {
     int64_t depth = (k + 3) / 4 * 4;
     vf most = {0}, strange = {0};
@@ -165,30 +181,18 @@ static void CBGEN(quantize_row)(const float *from, int64_t k, const float *scale
     int usual = CBGEN(sum)(strange) == 0;
     vf inverse = CBGEN(splat)(usual && largest > 0 ? limit / largest : 0);
     *scale = usual ? largest / limit : NAN;
-    int16_t *to = levels;
-    uint8_t *byte = levels;
-    const vf magic = CBGEN(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, found in the low bits */
+    char *to = levels, edge[2 * LANES];
+    int64_t size = bytes ? 1 : 2;
     for (int64_t i = 0; i < depth; i += LANES) {
         vf x = usual && i < k ? CBGEN(scaled_input)(from, scales_in, i, k) : (vf){0};
-        vi whole = (vi)(x * inverse + magic) - 0x4B400000;
-        int64_t count = depth - i < LANES ? depth - i : LANES;
-        if (bytes) {
-            vu8 narrow = __builtin_convertvector(whole + 128, vu8);
-            memcpy(byte + i, &narrow, count);
+        vi whole = CBGEN(round)(x * inverse);
+        if (depth - i < LANES) {
+            CBGEN(put_levels)(edge, bytes, whole);
+            memcpy(to + i * size, edge, (depth - i) * size);
         } else {
-            vu16 narrow = __builtin_convertvector(whole, vu16);
-            memcpy(to + i, &narrow, count * 2);
+            CBGEN(put_levels)(to + i * size, bytes, whole);
         }
     }
-}
-
-/* x [m, k] -> levels [m, depth] and a scale per row. scales_in [k] or null. */
-static void CBGEN(integer_quantize)(const float *x, int64_t ldx, int64_t m, int64_t k, const float *scales_in, int64_t limit,
-                                    int64_t bytes, void *levels, float *scales) {
-    int64_t row_bytes = (k + 3) / 4 * 4 * (bytes ? 1 : 2);
-#pragma omp parallel for schedule(static) if (m * k > 4096)
-    for (int64_t row = 0; row < m; row++)
-        CBGEN(quantize_row)(x + row * ldx, k, scales_in, limit, bytes, (char *)levels + row * row_bytes, scales + row);
 }
 
 /* One piece of one panel for up to M_BLOCK rows: see linear_piece. */

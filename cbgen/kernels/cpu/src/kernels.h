@@ -108,10 +108,10 @@ struct layer {
 /* Rows of the widest product lie so many floats apart, lest they be a multiple of 4096 bytes apart: see linear_panel_rows. */
 #define WIDE_GAP 16
 
-/* Memory for the steps of a layer, for `rows` rows at least: wide [rows, gate and up and the gap], levels [rows, widest
-   input] in int16, row_scales [rows]. */
+/* Memory for the steps of a layer, for `rows` rows at least: wide [rows, gate and up and the gap], qkv [rows, heads + 2 *
+   kv_heads, dim], attended [rows, heads, dim], levels [rows, widest input] in int16, row_scales [rows]. */
 struct workspace {
-    float *normed, *wide, *inner;
+    float *normed, *wide, *inner, *qkv, *attended;
     void *levels;
     float *row_scales;
 };

@@ -1,27 +1,40 @@
 /* Linear layers of either kind, and a decoder layer made of them: struct weight and struct layer of kernels.h. */
 
-/* out [m, n] = x [m, k] W^T + bias; levels and row_scales as in struct workspace, unused by float32. */
+/* What a weight reads of row `row` of x [k]: for integers its levels and their scale, for float32 x itself. */
+static void CBGEN(prepare_row)(const struct weight *w, const float *x, int64_t row, void *levels, float *row_scales) {
+    int64_t row_bytes = (w->k + 3) / 4 * 4 * (w->bytes ? 1 : 2);
+    if (w->kind == WEIGHT_INTEGER)
+        CBGEN(quantize_row)(x, w->k, w->scales_in, w->limit, w->bytes, (char *)levels + row * row_bytes, row_scales + row);
+}
+
+/* out [m, n] = x [m, k] W^T + bias, all rows of x prepared. */
+static void CBGEN(multiply_prepared)(const struct weight *w, const float *x, int64_t ldx, int64_t m, float *out, int64_t ldo,
+                                     const void *levels, const float *row_scales) {
+    if (w->kind == WEIGHT_INTEGER) CBGEN(integer_linear)(w, levels, row_scales, m, out, ldo);
+    else CBGEN(linear_f32)(x, ldx, m, w->k, w->n, w->packed, w->bias, out, ldo);
+}
+
+/* The same from the beginning; levels and row_scales as in struct workspace, unused by float32. */
 EXPORT void CBGEN(multiply_weight)(const struct weight *w, const float *x, int64_t ldx, int64_t m, float *out, int64_t ldo,
                                    void *levels, float *row_scales) {
-    if (w->kind == WEIGHT_FLOAT32) {
-        CBGEN(linear_f32)(x, ldx, m, w->k, w->n, w->packed, w->bias, out, ldo);
-        return;
+    if (w->kind == WEIGHT_INTEGER) {
+#pragma omp parallel for schedule(static) if (m * w->k > 4096)
+        for (int64_t row = 0; row < m; row++) CBGEN(prepare_row)(w, x + row * ldx, row, levels, row_scales);
     }
-    CBGEN(integer_quantize)(x, ldx, m, w->k, w->scales_in, w->limit, w->bytes, levels, row_scales);
-    CBGEN(integer_linear)(w, levels, row_scales, m, out, ldo);
+    CBGEN(multiply_prepared)(w, x, ldx, m, out, ldo, levels, row_scales);
 }
 
 /* One head in place: its norm, if it has one, and its rotation by cosine and sine [rotary]. */
 INLINE void CBGEN(rotate_head)(float *head, int64_t dim, int64_t rotary, const float *norm, float epsilon,
                                const float *cosine, const float *sine) {
-    if (norm) {
-        float squares = 0;
-        for (int64_t i = 0; i < dim; i++) squares += head[i] * head[i];
-        float scale = 1 / sqrtf(squares / dim + epsilon);
-        for (int64_t i = 0; i < dim; i++) head[i] = head[i] * scale * norm[i];
+    if (norm) CBGEN(norm_row)(head, dim, norm, epsilon, head);
+    int64_t half = rotary / 2, i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        vf low = CBGEN(load)(head + i), high = CBGEN(load)(head + i + half);
+        CBGEN(put)(head + i, low * CBGEN(load)(cosine + i) - high * CBGEN(load)(sine + i));
+        CBGEN(put)(head + i + half, high * CBGEN(load)(cosine + i + half) + low * CBGEN(load)(sine + i + half));
     }
-    int64_t half = rotary / 2;
-    for (int64_t i = 0; i < half; i++) {
+    for (; i < half; i++) {
         float low = head[i], high = head[i + half];
         head[i] = low * cosine[i] - high * sine[i];
         head[i + half] = high * cosine[i + half] + low * sine[i + half];
@@ -32,8 +45,13 @@ INLINE void CBGEN(rotate_head)(float *head, int64_t dim, int64_t rotary, const f
 EXPORT void CBGEN(layer_begin)(const struct layer *l, const struct workspace *space, const float *x, int64_t rows,
                                const float *cosine, const float *sine, float *qkv) {
     int64_t width = l->qkv->k, all = l->qkv->n, rotated = l->heads + l->kv_heads;
-    CBGEN(rms_norm)(x, width, rows, width, l->input_norm, l->input_epsilon, space->normed, width);
-    CBGEN(multiply_weight)(l->qkv, space->normed, width, rows, qkv, all, space->levels, space->row_scales);
+#pragma omp parallel for schedule(static) if (rows > 4)
+    for (int64_t row = 0; row < rows; row++) {
+        float *normed = space->normed + row * width;
+        CBGEN(norm_row)(x + row * width, width, l->input_norm, l->input_epsilon, normed);
+        CBGEN(prepare_row)(l->qkv, normed, row, space->levels, space->row_scales);
+    }
+    CBGEN(multiply_prepared)(l->qkv, space->normed, width, rows, qkv, all, space->levels, space->row_scales);
 #pragma omp parallel for schedule(static) if (rows > 4)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t h = 0; h < rotated; h++)
@@ -41,21 +59,42 @@ EXPORT void CBGEN(layer_begin)(const struct layer *l, const struct workspace *sp
                                l->head_epsilon, cosine + row * l->rotary, sine + row * l->rotary);
 }
 
-/* to [count] = a + b */
-static void CBGEN(add)(const float *a, const float *b, int64_t count, float *to) {
-#pragma omp parallel for schedule(static) if (count > 8192)
-    for (int64_t i = 0; i < count; i++) to[i] = a[i] + b[i];
-}
-
 /* out [rows, k] from x, the layer's input, and attended [rows, heads * dim], what its attention gave. */
 EXPORT void CBGEN(layer_end)(const struct layer *l, const struct workspace *space, const float *x, const float *attended,
                              int64_t rows, float *out) {
-    int64_t width = l->out->n, inner = l->down->k;
+    int64_t width = l->out->n, inner = l->down->k, wide = 2 * inner + WIDE_GAP;
     CBGEN(multiply_weight)(l->out, attended, l->out->k, rows, space->normed, width, space->levels, space->row_scales);
-    CBGEN(add)(x, space->normed, rows * width, out);
-    CBGEN(rms_norm)(out, width, rows, width, l->mlp_norm, l->mlp_epsilon, space->normed, width);
-    CBGEN(multiply_weight)(l->gate_up, space->normed, width, rows, space->wide, 2 * inner + WIDE_GAP, space->levels, space->row_scales);
-    CBGEN(gated)(space->wide, 2 * inner + WIDE_GAP, rows, inner, l->activation, space->inner);
-    CBGEN(multiply_weight)(l->down, space->inner, inner, rows, space->normed, width, space->levels, space->row_scales);
-    CBGEN(add)(out, space->normed, rows * width, out);
+#pragma omp parallel for schedule(static) if (rows > 4)
+    for (int64_t row = 0; row < rows; row++) {
+        float *normed = space->normed + row * width, *own = out + row * width;
+        CBGEN(add_row)(x + row * width, normed, width, own);
+        CBGEN(norm_row)(own, width, l->mlp_norm, l->mlp_epsilon, normed);
+        CBGEN(prepare_row)(l->gate_up, normed, row, space->levels, space->row_scales);
+    }
+    CBGEN(multiply_prepared)(l->gate_up, space->normed, width, rows, space->wide, wide, space->levels, space->row_scales);
+#pragma omp parallel for schedule(static) if (rows > 4)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *gate = space->wide + row * wide;
+        CBGEN(gated_row)(gate, gate + inner, inner, l->activation, space->inner + row * inner);
+        CBGEN(prepare_row)(l->down, space->inner + row * inner, row, space->levels, space->row_scales);
+    }
+    CBGEN(multiply_prepared)(l->down, space->inner, inner, rows, space->normed, width, space->levels, space->row_scales);
+#pragma omp parallel for schedule(static) if (rows > 4)
+    for (int64_t row = 0; row < rows; row++)
+        CBGEN(add_row)(out + row * width, space->normed + row * width, width, out + row * width);
+}
+
+/* A whole layer: out [rows, k] from x. a: its attention, whose pages, query and out are set here; writes as in `store`. */
+EXPORT void CBGEN(layer_run)(const struct layer *l, const struct workspace *space, const float *x, int64_t rows,
+                             const float *cosine, const float *sine, const struct attention *a, char *pages,
+                             const int64_t *write_pages, const int64_t *write_offsets, float *out) {
+    int64_t all = l->qkv->n, attended = l->heads * l->dim;
+    const float *key = space->qkv + attended, *value = key + l->kv_heads * l->dim;
+    struct attention own = *a;
+    own.pages = pages, own.query = space->qkv, own.query_token = all, own.query_head = l->dim;
+    own.out = space->attended, own.out_token = attended, own.out_head = l->dim;
+    CBGEN(layer_begin)(l, space, x, rows, cosine, sine, space->qkv);
+    CBGEN(store)(a, pages, key, all, l->dim, value, all, l->dim, rows, write_pages, write_offsets);
+    CBGEN(attend)(&own);
+    CBGEN(layer_end)(l, space, x, space->attended, rows, out);
 }

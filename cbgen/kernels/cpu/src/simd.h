@@ -82,9 +82,10 @@ INLINE vf CBGEN(exp_below)(vf x) {
     return (vf)((vi)(p * power) & ~(x < floor));
 }
 
-/* e^x of any x: infinite above 88. */
-INLINE vf CBGEN(exp)(vf x) {
+/* From e^-2|x|, which cannot overflow. */
+INLINE vf CBGEN(tanh)(vf x) {
     vi positive = x > 0.0f;
-    vf below = CBGEN(exp_below)(CBGEN(choose)(positive, -x, x));
-    return CBGEN(choose)(positive, 1.0f / below, below);
+    vf power = CBGEN(exp_below)(-2.0f * CBGEN(choose)(positive, x, -x));
+    vf size = (1.0f - power) / (1.0f + power);
+    return CBGEN(choose)(positive, size, -size);
 }
