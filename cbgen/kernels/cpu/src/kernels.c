@@ -3,21 +3,6 @@
  * No header of torch is needed, and nothing is decided when this is compiled: the caller asks `best_isa` and takes the
  * functions with that suffix. */
 
-/* Rows of x that pass over a panel, the depth of a piece of it, and how many panels are worked on at once: rows and pieces
- * that stay in the caches near a core. */
-#ifndef M_BLOCK
-#define M_BLOCK 96
-#endif
-#ifndef K_BLOCK
-#define K_BLOCK 576
-#endif
-#ifndef CHUNK
-#define CHUNK 4
-#endif
-#ifndef INTEGER_K_BLOCK
-#define INTEGER_K_BLOCK 2048
-#endif
-
 #include "kernels.h"
 
 #define CBGEN_ISA plain

@@ -21,10 +21,6 @@
 enum { KV_FLOAT32, KV_BFLOAT16, KV_INT8 };
 enum { SILU, GELU_TANH };
 
-#ifndef FETCH_LEVEL
-#define FETCH_LEVEL 2
-#endif
-
 /* What comes after a piece of a weight is fetched while that is multiplied, evenly over all its blocks of rows: all at once
  * would fill the queue to memory and hold up everything. One step's worth, `bytes`, every so many steps. */
 struct ahead {
@@ -32,7 +28,7 @@ struct ahead {
     int64_t every, bytes;
 };
 INLINE void fetch(struct ahead *ahead) {
-    for (int64_t byte = 0; byte < ahead->bytes; byte += 64) __builtin_prefetch(ahead->at + byte, 0, FETCH_LEVEL);
+    for (int64_t byte = 0; byte < ahead->bytes; byte += 64) __builtin_prefetch(ahead->at + byte, 0, 2);
     ahead->at += ahead->bytes;
 }
 
@@ -60,6 +56,13 @@ INLINE int64_t take_item(uint64_t *runs, int64_t threads, int64_t own) {
     }
     return -1;
 }
+
+/* Rows of x that pass over a panel, the depth of a piece of it in float32 and in integers, and how many panels are worked on
+ * at once: rows and pieces that stay in the caches near a core. */
+#define M_BLOCK 96
+#define K_BLOCK 576
+#define INTEGER_K_BLOCK 2048
+#define CHUNK 4
 
 /* The rows of a product in blocks of at most M_BLOCK, its panels in chunks of a few. */
 struct grid {
