@@ -17,6 +17,8 @@ TILE = 16
 SPLIT_TOKENS = 128
 # Query tokens times query heads per KV head that pass over a page together: their scores stay in the cache of a core.
 ROW_TILE = 96
+# A request with few query tokens takes several KV heads of a page at once: as many as have so many bytes of KV in a split.
+BYTES_TOGETHER = 256 << 10
 # Long requests are cut into single splits for the threads when there are fewer items of work than so many per thread.
 ITEMS_PER_THREAD = 4
 
@@ -124,6 +126,8 @@ class PagedAttention:
         self._split_pages = max(1, SPLIT_TOKENS // page_size)
         self._tile_tokens = max(1, ROW_TILE // self._group)
         max_rows = self._tile_tokens * self._group
+        split_bytes = self._split_pages * slots * (head_dim + padded_dim) * kv_dtype.itemsize
+        self._heads_together = max(1, min(num_kv_heads, BYTES_TOGETHER // split_bytes, max_rows // self._group))
         self._scratch_bytes = _scratch_bytes(max_rows, head_dim, padded_dim, self._split_pages * slots)
         self._threads = torch.get_num_threads()
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -281,7 +285,7 @@ class PagedAttention:
         return part
 
     def _items(self, lengths: np.ndarray, starts: np.ndarray, contexts: np.ndarray) -> np.ndarray:
-        """[n, 5] of kernels.h, what takes longest first; few query tokens take all KV heads of a page at once."""
+        """[n, 5] of kernels.h, what takes longest first; few query tokens take several KV heads at once."""
         tiles = -(-lengths // self._tile_tokens)
         requests = np.repeat(np.arange(len(lengths)), tiles)
         number = np.arange(len(requests)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
@@ -291,13 +295,14 @@ class PagedAttention:
         order = np.argsort(-work, kind="stable")
         items = np.stack([requests, begins, ends], axis=1)[order]
         heads = self._fixed.kv_heads
-        together = (items[:, 2] - items[:, 1]) * self._group * heads <= self._fixed.max_rows
-        if together.sum() < ITEMS_PER_THREAD * self._threads:
-            together[:] = False
-        per_item = np.where(together, 1, heads)
-        repeated = np.repeat(items, per_item, axis=0)
-        first = np.arange(len(repeated)) - np.repeat(np.cumsum(per_item) - per_item, per_item)
-        last = np.where(np.repeat(together, per_item), heads, first + 1)
+        few = (items[:, 2] - items[:, 1]) * self._group * self._heads_together <= self._fixed.max_rows
+        if few.sum() * -(-heads // self._heads_together) < ITEMS_PER_THREAD * self._threads:
+            few[:] = False
+        width = np.where(few, self._heads_together, 1)
+        parts = -(-heads // width)
+        repeated = np.repeat(items, parts, axis=0)
+        first = (np.arange(len(repeated)) - np.repeat(np.cumsum(parts) - parts, parts)) * np.repeat(width, parts)
+        last = np.minimum(first + np.repeat(width, parts), heads)
         return np.column_stack([repeated, first, last])
 
     def _singles(

@@ -42,11 +42,16 @@ INLINE vf CBGEN(load_kv)(const int kind, const char *from, long i) {
 #endif
 }
 
-/* Part of a sum over k: `k` steps over columns `a` on of the left factor and over rows of the right one, from `b` on. */
+/* Part of a sum over k: `k` steps over columns `a` on of the left factor and over rows of the right one, from `b` on.
+ * Meanwhile `fetched` bytes from `next` on are fetched, evenly: what the phase after this one reads. */
 struct CBGEN(piece) {
     const char *b;
     long a, k;
+    const char *next;
+    long fetched;
 };
+/* So many steps pass between two fetches. */
+#define FETCH_STEPS 8
 
 /* One step of k. What there is more of, rows or vectors, is not held in registers. */
 INLINE void CBGEN(step)(const int kind, const int rows, const int wide, const float *a, long lda, const char *b, long from,
@@ -78,7 +83,7 @@ INLINE void CBGEN(step)(const int kind, const int rows, const int wide, const fl
  * is at element i * step + at[v]. Only the first `vectors` of them are stored. */
 INLINE void CBGEN(product_tile)(const int kind, const int rows, const int wide, const float *a, long lda,
                                 const struct CBGEN(piece) *pieces, long num_pieces, long step, const long *at, int vectors,
-                                float *out, long ldo) {
+                                struct share share, float *out, long ldo) {
     vf sums[ROWS][2 * VECTORS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
@@ -87,7 +92,13 @@ INLINE void CBGEN(product_tile)(const int kind, const int rows, const int wide, 
     for (long p = 0; p < num_pieces; p++) {
         const float *own = a + pieces[p].a;
         const char *b = pieces[p].b;
-        for (long i = 0; i < pieces[p].k; i++) CBGEN(step)(kind, rows, wide, own + i, lda, b, i * step, at, sums);
+        long k = pieces[p].k, fetched = pieces[p].fetched * share.count / share.all * FETCH_STEPS / k;
+        const char *next = pieces[p].next + pieces[p].fetched * share.first / share.all;
+        for (long begin = 0; begin < k; begin += FETCH_STEPS, next += fetched) {
+            long end = begin + FETCH_STEPS < k ? begin + FETCH_STEPS : k;
+            for (long byte = 0; byte < fetched; byte += 64) __builtin_prefetch(next + byte, 0, 2);
+            for (long i = begin; i < end; i++) CBGEN(step)(kind, rows, wide, own + i, lda, b, i * step, at, sums);
+        }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
@@ -97,8 +108,10 @@ INLINE void CBGEN(product_tile)(const int kind, const int rows, const int wide, 
 }
 
 INLINE void CBGEN(product_rows)(const int kind, long rows, int wide, const float *a, long lda, const struct CBGEN(piece) *pieces,
-                                long num_pieces, long step, const long *at, int vectors, float *out, long ldo) {
-#define CASE(n, w) case n: CBGEN(product_tile)(kind, n, w, a, lda, pieces, num_pieces, step, at, vectors, out, ldo); return;
+                                long num_pieces, long step, const long *at, int vectors, struct share share,
+                                float *out, long ldo) {
+#define CASE(n, w) \
+    case n: CBGEN(product_tile)(kind, n, w, a, lda, pieces, num_pieces, step, at, vectors, share, out, ldo); return;
     if (wide)
         switch (rows) {
             CASE(1, 2 * VECTORS) CASE(2, 2 * VECTORS) CASE(3, 2 * VECTORS)
@@ -125,7 +138,9 @@ static void CBGEN(product)(int kind, long rows, const float *a, long lda, const 
         int wide = count > VECTORS;
         for (long r = 0; r < rows; r += ROWS) {
             long block = rows - r < ROWS ? rows - r : ROWS;
-#define WITH(k) CBGEN(product_rows)(k, block, wide, a + r * lda, lda, pieces, num_pieces, step, at + v, count, out + r * ldo + v * LANES, ldo)
+            struct share share = {v, r ? 0 : count, vectors};
+#define WITH(k) \
+    CBGEN(product_rows)(k, block, wide, a + r * lda, lda, pieces, num_pieces, step, at + v, count, share, out + r * ldo + v * LANES, ldo)
             if (kind == KV_FLOAT32) WITH(KV_FLOAT32);
             else if (kind == KV_BFLOAT16) WITH(KV_BFLOAT16);
             else WITH(KV_INT8);
@@ -153,7 +168,8 @@ INLINE int CBGEN(copies)(const struct attention *a, long rows) { return a->kind 
 static void CBGEN(page_scores)(const struct attention *a, const char *page, long head, long rows, struct CBGEN(scratch) *s,
                                const float *query, float *scores, long ld) {
     long tile = a->dim * TILE, elements = a->slots * a->dim;
-    struct CBGEN(piece) piece = {page + head * elements * CBGEN(element_bytes)(a->kind), 0, a->dim};
+    long bytes = CBGEN(element_bytes)(a->kind), values = a->slots * a->padded_dim * bytes;
+    struct CBGEN(piece) piece = {page + head * elements * bytes, 0, a->dim, page + a->values + head * values, values};
     int kind = a->kind;
     if (CBGEN(copies)(a, rows)) piece.b = CBGEN(as_float)(kind, piece.b, elements, s->tile), kind = KV_FLOAT32;
     for (long slot = 0; slot < a->slots; slot += MAX_VECTORS * LANES) {
@@ -172,9 +188,11 @@ static void CBGEN(page_scores)(const struct attention *a, const char *page, long
     }
 }
 
-/* part [rows, padded_dim] = weights [rows, split slots] times the values of one split: tokens `from` to `to` of it. */
+/* part [rows, padded_dim] = weights [rows, split slots] times the values of one split: tokens `from` to `to` of it. The
+ * keys of the first `num_next` pages of the next split are fetched. */
 static void CBGEN(split_values)(const struct attention *a, const int64_t *pages, long head, long from, long to, long rows,
-                                struct CBGEN(scratch) *s, float *weights, long ld, float *part) {
+                                const int64_t *next, long num_next, struct CBGEN(scratch) *s, float *weights, long ld, float *part) {
+    long keys = a->slots * a->dim * CBGEN(element_bytes)(a->kind);
     long width = a->padded_dim, bytes = CBGEN(element_bytes)(a->kind), count = 0;
     int kind = a->kind, copies = CBGEN(copies)(a, rows);
     struct CBGEN(piece) pieces[MAX_SPLIT];
@@ -190,7 +208,8 @@ static void CBGEN(split_values)(const struct attention *a, const int64_t *pages,
                 for (long i = begin; i < end; i++) weights[r * ld + p * a->slots + i] *= scales[i];
         }
         if (copies) values = CBGEN(as_float)(kind, values, a->slots * width, copy), copy += a->slots * width;
-        pieces[count] = (struct CBGEN(piece)){values + begin * TILE * (copies ? 4 : bytes), p * a->slots + begin, end - begin};
+        pieces[count] = (struct CBGEN(piece)){values + begin * TILE * (copies ? 4 : bytes), p * a->slots + begin, end - begin, page, 0};
+        if (count < num_next) pieces[count].next = a->pages + next[count] * a->page_bytes + head * keys, pieces[count].fetched = keys;
     }
     for (long column = 0; column < width; column += MAX_VECTORS * LANES) {
         long at[MAX_VECTORS + 2 * VECTORS], columns = width - column < MAX_VECTORS * LANES ? width - column : MAX_VECTORS * LANES;
@@ -234,19 +253,20 @@ INLINE void CBGEN(hide)(const struct attention *a, float *scores, long first_tok
     }
 }
 
-/* Pages lie anywhere, so that the processor does not guess which comes next: it is told before. */
+/* The keys of one head of a page that is not read by what was fetched before. */
 INLINE void CBGEN(fetch_keys)(const struct attention *a, const char *page, long head) {
     long bytes = a->slots * a->dim * CBGEN(element_bytes)(a->kind);
     for (long byte = 0; byte < bytes; byte += 64) __builtin_prefetch(page + head * bytes + byte, 0, 2);
 }
-INLINE void CBGEN(fetch_values)(const struct attention *a, const char *page, long head) {
-    long bytes = a->slots * a->padded_dim * CBGEN(element_bytes)(a->kind);
-    for (long byte = 0; byte < bytes; byte += 64) __builtin_prefetch(page + a->values + head * bytes + byte, 0, 2);
-}
 
 /* One split of one table for `heads` KV heads from `head` on, `rows` rows each: part, part_max and part_sum of the scratch.
- * Pages are read in the order in which they lie, all heads of one before the next page. */
-static void CBGEN(attend_split)(const struct attention *a, const int64_t *table, int64_t table_first, int64_t split,
+ *
+ * Pages lie anywhere, so that the processor does not guess which comes next. Each phase fetches what the next one reads:
+ *
+ *     scores of split 0        values of split 0        scores of split 1
+ *     its values               keys of split 1          its values
+ */
+static void CBGEN(attend_split)(const struct attention *a, const int64_t *table, int64_t table_first, int64_t split, int first,
                                 long head, long heads, long rows, struct CBGEN(scratch) *s) {
     int64_t split_tokens = a->split_pages * a->page_size, low = INT64_MAX, high = 0;
     for (long r = 0; r < rows; r++) {
@@ -262,9 +282,8 @@ static void CBGEN(attend_split)(const struct attention *a, const int64_t *table,
     for (long p = 0; p < pages; p++) {
         const char *page = a->pages + own[p] * a->page_bytes;
         for (long h = 0; h < heads; h++) {
-            if (h + 1 < heads) CBGEN(fetch_keys)(a, page, head + h + 1);
-            else if (p + 1 < pages) CBGEN(fetch_keys)(a, a->pages + own[p + 1] * a->page_bytes, head);
-            CBGEN(fetch_values)(a, page, head + h);
+            if (first && h + 1 < heads) CBGEN(fetch_keys)(a, page, head + h + 1);
+            else if (first && p + 1 < pages) CBGEN(fetch_keys)(a, a->pages + own[p + 1] * a->page_bytes, head);
             CBGEN(page_scores)(a, page, head + h, rows, s, s->query + h * rows * a->dim, s->scores + h * rows * ld + p * a->slots, ld);
         }
     }
@@ -272,10 +291,10 @@ static void CBGEN(attend_split)(const struct attention *a, const int64_t *table,
         CBGEN(hide)(a, s->scores + r * ld, begin, pages, s->low[r % rows], s->high[r % rows]);
         CBGEN(softmax_row)(a, s->scores + r * ld, pages * a->slots, s->part_max + r, s->part_sum + r);
     }
-    if (split * split_tokens + split_tokens < high) /* the first of the next split */
-        CBGEN(fetch_keys)(a, a->pages + own[pages] * a->page_bytes, head);
+    int64_t next = high - (split + 1) * split_tokens;
+    long num_next = next > 0 ? (next + a->page_size - 1) / a->page_size : 0;
     for (long h = 0; h < heads; h++)
-        CBGEN(split_values)(a, own, head + h, low > begin ? low - begin : 0, end - begin, rows, s, s->scores + h * rows * ld, ld,
+        CBGEN(split_values)(a, own, head + h, low > begin ? low - begin : 0, end - begin, rows, own + pages, num_next, s, s->scores + h * rows * ld, ld,
                             s->part + h * rows * a->padded_dim);
 }
 
@@ -327,7 +346,7 @@ static void CBGEN(attend_prefix)(const struct attention *a, const int64_t *item,
     CBGEN(clear)(a, rows, s);
     for (long r = 0; r < rows; r++) s->low[r] = 0, s->high[r] = splits * a->split_pages * a->page_size;
     for (int64_t split = 0; split < splits; split++) {
-        CBGEN(attend_split)(a, a->tables + request * a->table_width, 0, split, head, 1, rows, s);
+        CBGEN(attend_split)(a, a->tables + request * a->table_width, 0, split, split == 0, head, 1, rows, s);
         for (long r = 0; r < rows; r++)
             CBGEN(fold)(width, s->state + r * width, s->state_max + r, s->state_sum + r, s->part + r * width, s->part_max[r],
                         s->part_sum[r]);
@@ -355,7 +374,7 @@ static void CBGEN(attend_single)(const struct attention *a, const int64_t *item,
     long num_tokens = a->starts[request + 1] - a->starts[request], width = a->padded_dim;
     CBGEN(load_rows)(a, tokens, num_tokens, head, 1, s);
     CBGEN(set_visible)(a, tokens, num_tokens, s);
-    CBGEN(attend_split)(a, a->tables + request * a->table_width, a->table_firsts[request], split, head, 1,
+    CBGEN(attend_split)(a, a->tables + request * a->table_width, a->table_firsts[request], split, 1, head, 1,
                         num_tokens * a->group, s);
     for (long r = 0; r < num_tokens * a->group; r++) {
         float *to = CBGEN(waiting)(a, a->split_states, place + r / a->group, head, r % a->group);
@@ -392,9 +411,10 @@ static void CBGEN(attend_rows)(const struct attention *a, const int64_t *item, s
     int64_t split_tokens = a->split_pages * a->page_size;
     int64_t first = s->low[0] / split_tokens, last = (s->high[rows - 1] - 1) / split_tokens;
     if (place < 0) CBGEN(load_rows)(a, tokens, num_tokens, head, heads, s);
-    for (split = split > first ? split : first; split <= last; split++) {
+    first = split > first ? split : first;
+    for (split = first; split <= last; split++) {
         if (place < 0)
-            CBGEN(attend_split)(a, a->tables + request * a->table_width, a->table_firsts[request], split, head, heads, rows, s);
+            CBGEN(attend_split)(a, a->tables + request * a->table_width, a->table_firsts[request], split, split == first, head, heads, rows, s);
         for (long r = 0; r < heads * rows; r++) {
             const float *part = s->part + r * width;
             float part_max = s->part_max[r], part_sum = s->part_sum[r];

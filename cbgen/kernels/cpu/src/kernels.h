@@ -77,6 +77,11 @@ INLINE struct grid grid_of(int64_t rows, int64_t panels) {
 /* Where part `i` of `parts` equal ones begins. */
 INLINE int64_t part_begin(int64_t i, int64_t parts, int64_t count) { return count * i / parts; }
 
+/* Which of `all` equal parts of some work this is: `count` from `first` on. */
+struct share {
+    int64_t first, count, all;
+};
+
 /* Keys of so many tokens lie together, and so many numbers of the values of a page. */
 #define TILE 16
 /* The most pages that a split has. */
