@@ -33,6 +33,10 @@ class LayerAttention(Protocol):
     def direct(self, layer: int, head_dim: int, scaling: float | None, options: dict[str, Any]) -> Any:
         """See AttentionBackend.direct."""
 
+    @property
+    def wanted(self) -> torch.Tensor | None:
+        """The tokens whose hidden states are read after the last layer, ascending; None: all."""
+
 
 _layer_attention: ContextVar[LayerAttention] = ContextVar("layer_attention")
 
@@ -68,11 +72,24 @@ def direct_attention(layer: int, head_dim: int, scaling: float | None = None, **
     return _layer_attention.get().direct(layer, head_dim, scaling, options)
 
 
+def wanted_rows() -> torch.Tensor | None:
+    """See LayerAttention.wanted."""
+    return _layer_attention.get().wanted
+
+
 class _BatchAttention:
     """LayerAttention for one forward pass."""
 
-    def __init__(self, backend: AttentionBackend, layers: Sequence[Any], group_of: dict[int, int], plans: list[Any]):
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        layers: Sequence[Any],
+        group_of: dict[int, int],
+        plans: list[Any],
+        wanted: torch.Tensor,
+    ):
         self._backend, self._layers, self._group_of, self._plans = backend, layers, group_of, plans
+        self.wanted = wanted
 
     def __call__(
         self,
@@ -106,7 +123,7 @@ class ModelRunner:
     def forward(self, inputs: BatchInputs) -> torch.Tensor:
         """Writes the batch's KV and returns the logits [S, vocab] of the tokens that sample."""
         plans = [self._backend.prepare(batch) for batch in inputs.attention]
-        attention = _BatchAttention(self._backend, self._storage.layers, self._group_of, plans)
+        attention = _BatchAttention(self._backend, self._storage.layers, self._group_of, plans, inputs.logits_indices)
         with serving_attention(attention):
             output = self._model(
                 input_ids=inputs.input_ids,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cbgen.engine.model_runner import attention_forward, direct_attention
+from cbgen.engine.model_runner import attention_forward, direct_attention, wanted_rows
 from cbgen.kernels.cpu.library import Library
 from cbgen.kernels.cpu.linear import LayerKernel, LayerParts, Workspace
 from cbgen.models.cpu_modules import FastRMSNorm, Multiplier, fast_norm, gated_mlp, joined
@@ -25,9 +25,9 @@ class FastDecoderLayer(nn.Module):
 
     is_cbgen_linear = True
 
-    def __init__(self, kernel: LayerKernel, layer_idx: int, asked: dict[str, Any]):
+    def __init__(self, kernel: LayerKernel, layer_idx: int, is_last: bool, asked: dict[str, Any]):
         super().__init__()
-        self.layer_idx = layer_idx
+        self.layer_idx, self._is_last = layer_idx, is_last
         self._kernel, self._asked = kernel, asked
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **keywords: Any) -> torch.Tensor:
@@ -35,7 +35,8 @@ class FastDecoderLayer(nn.Module):
         x = hidden_states[0].contiguous()
         direct = direct_attention(self.layer_idx, self._kernel.parts.dim, **self._asked)
         if direct is not None:
-            return self._kernel.run(x, cosine, sine, direct)[None]
+            wanted = wanted_rows() if self._is_last else None
+            return self._kernel.run(x, cosine, sine, direct, wanted)[None]
         parts = self._kernel.parts
         qkv = self._kernel.begin(x, cosine, sine).transpose(0, 1)[None]
         query, key, value = qkv.split((parts.heads, parts.kv_heads, parts.kv_heads), dim=1)
@@ -89,7 +90,7 @@ def fast_decoder_layer(
     )
     own = parts.workspace()
     workspace = workspaces.setdefault(own.shape, own)
-    return FastDecoderLayer(LayerKernel(library, parts, workspace), number, asked[number])
+    return FastDecoderLayer(LayerKernel(library, parts, workspace), number, number == max(asked), asked[number])
 
 
 def _weights(norm: FastRMSNorm | None) -> tuple[torch.Tensor, float]:

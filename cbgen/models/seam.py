@@ -65,6 +65,8 @@ class _Trial:
     def direct(self, *_: Any) -> None:
         """See LayerAttention: what a layer asks is to be seen here."""
 
+    wanted = None
+
 
 @torch.inference_mode()
 def attach(model: PreTrainedModel, name: str, max_model_len: int) -> ModelShape:

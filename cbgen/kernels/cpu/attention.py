@@ -17,7 +17,7 @@ TILE = 16
 SPLIT_TOKENS = 128
 # Query tokens times query heads per KV head that pass over a page together: their scores stay in the cache of a core.
 ROW_TILE = 96
-# A request with few query tokens takes several KV heads of a page at once: as many as have so many bytes of KV in a split.
+# A request with few query tokens takes several KV heads at once: as many as have so many bytes of KV in a split.
 BYTES_TOGETHER = 256 << 10
 # Long requests are cut into single splits for the threads when there are fewer items of work than so many per thread.
 ITEMS_PER_THREAD = 4

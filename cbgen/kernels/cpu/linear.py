@@ -219,7 +219,7 @@ class LayerKernel:
         self._begin = library.function("layer_begin", *common, Int64, Address, Address, Address)
         self._end = library.function("layer_end", *common, Address, Int64, Address)
         attention = (ctypes.POINTER(_Attention), Address, Address, Address)
-        self._run = library.function("layer_run", *common, Int64, Address, Address, *attention, Address)
+        self._run = library.function("layer_run", *common, Int64, Address, Address, *attention, Address, Int64, Address)
 
     def begin(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         """x [rows, width], cosine and sine [rows, rotary], all contiguous float32 -> qkv [rows, heads of all, dim]."""
@@ -238,9 +238,17 @@ class LayerKernel:
         return out
 
     def run(
-        self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, attention: DirectAttention
+        self,
+        x: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        attention: DirectAttention,
+        wanted: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The whole layer: x [rows, width] -> [rows, width]; cosine and sine as for `begin`."""
+        """The whole layer: x [rows, width] -> [rows, width]; cosine and sine as for `begin`.
+
+        wanted: int64, contiguous, the only rows of the output that are read, ascending; None: all.
+        """
         self._struct.rotary = cosine.shape[1]
         rows = x.shape[0]
         out = torch.empty(x.shape)
@@ -255,6 +263,8 @@ class LayerKernel:
             attention.pages,
             attention.write_pages,
             attention.write_offsets,
+            _address(wanted),
+            -1 if wanted is None else len(wanted),
             out.data_ptr(),
         )
         return out

@@ -307,9 +307,10 @@ INLINE void CBGEN(fold)(long width, float *state, float *state_max, float *state
         *state_max = part_max, *state_sum = part_sum;
         return;
     }
-    float best = part_max > *state_max ? part_max : *state_max;
-    float old = expf(*state_max - best), new = expf(part_max - best);
-    for (long i = 0; i < width; i++) state[i] = state[i] * old + part[i] * new;
+    float best = part_max > *state_max ? part_max : *state_max, other = part_max > *state_max ? *state_max : part_max;
+    float less = expf(other - best), old = part_max > *state_max ? less : 1, new = part_max > *state_max ? 1 : less;
+    for (long i = 0; i < width; i += LANES) /* a multiple of TILE */
+        CBGEN(put)(state + i, CBGEN(load)(state + i) * old + CBGEN(load)(part + i) * new);
     *state_sum = *state_sum * old + part_sum * new, *state_max = best;
 }
 

@@ -84,10 +84,24 @@ EXPORT void CBGEN(layer_end)(const struct layer *l, const struct workspace *spac
         CBGEN(add_row)(out + row * width, space->normed + row * width, width, out + row * width);
 }
 
-/* A whole layer: out [rows, k] from x. a: its attention, whose pages, query and out are set here; writes as in `store`. */
+/* layer_end for the rows `wanted` [count], in ascending order, alone; other rows of out hold nothing. */
+static void CBGEN(layer_end_of)(const struct layer *l, const struct workspace *space, const float *x, const int64_t *wanted,
+                                int64_t count, float *out) {
+    int64_t width = l->out->n, attended = l->heads * l->dim;
+    for (int64_t i = 0; i < count; i++) {
+        memcpy(out + i * width, x + wanted[i] * width, width * 4);
+        memmove(space->attended + i * attended, space->attended + wanted[i] * attended, attended * 4);
+    }
+    CBGEN(layer_end)(l, space, out, space->attended, count, out);
+    for (int64_t i = count; i-- > 0;) memmove(out + wanted[i] * width, out + i * width, width * 4);
+}
+
+/* A whole layer: out [rows, k] from x. a: its attention, whose pages, query and out are set here; writes as in `store`.
+ * wanted [num_wanted]: the only rows of out that anybody reads, in ascending order; -1: all. */
 EXPORT void CBGEN(layer_run)(const struct layer *l, const struct workspace *space, const float *x, int64_t rows,
                              const float *cosine, const float *sine, const struct attention *a, char *pages,
-                             const int64_t *write_pages, const int64_t *write_offsets, float *out) {
+                             const int64_t *write_pages, const int64_t *write_offsets, const int64_t *wanted,
+                             int64_t num_wanted, float *out) {
     int64_t all = l->qkv->n, attended = l->heads * l->dim;
     const float *key = space->qkv + attended, *value = key + l->kv_heads * l->dim;
     struct attention own = *a;
@@ -96,5 +110,6 @@ EXPORT void CBGEN(layer_run)(const struct layer *l, const struct workspace *spac
     CBGEN(layer_begin)(l, space, x, rows, cosine, sine, space->qkv);
     CBGEN(store)(a, pages, key, all, l->dim, value, all, l->dim, rows, write_pages, write_offsets);
     CBGEN(attend)(&own);
-    CBGEN(layer_end)(l, space, x, space->attended, rows, out);
+    if (num_wanted >= 0) CBGEN(layer_end_of)(l, space, x, wanted, num_wanted, out);
+    else CBGEN(layer_end)(l, space, x, space->attended, rows, out);
 }
