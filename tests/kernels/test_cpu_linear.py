@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kernels.layer_parts import DIM, HEADS, KV_HEADS, WIDTH, layer_parts, randn
 from torch.nn import functional
 
 from cbgen.kernels.cpu.library import Library, library_for, runnable_isas
-from cbgen.kernels.cpu.linear import IntegerWeight, LayerKernel, LayerParts, PackedWeight, gated, rms_norm
+from cbgen.kernels.cpu.linear import IntegerWeight, LayerKernel, PackedWeight, gated, rms_norm
 
 ISAS = runnable_isas()
 pytestmark = pytest.mark.skipif(not ISAS, reason="this installation has no compiled kernels")
@@ -56,10 +57,6 @@ INTEGER_KINDS = [
 EVERY_KIND = [pytest.param(PackedWeight, id="float32"), *INTEGER_KINDS]
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def sizes(count: int) -> list[tuple[int, int, int]]:
     rng = random.Random(0)
     return [(rng.choice(OUTPUTS), rng.choice(INPUTS), rng.choice(ROWS)) for _ in range(count)]
@@ -97,6 +94,20 @@ def test_a_row_does_not_depend_on_the_others(library: Library, kind: Maker, k: i
     others = [row for row in range(200) if row not in strange]
     assert torch.equal(out[others], whole[others])
     assert not out[list(strange)].isfinite().any()
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_any_number_of_threads(library: Library, kind: Maker) -> None:
+    """More than there is work for, too: every panel is taken by somebody, and the bits are the same."""
+    own = kind(library, randn(1100, 40), None)
+    x = randn(150, 40, seed=1)
+    before, expected = torch.get_num_threads(), own.multiply(x)
+    try:
+        for threads in (1, 2, 3, 8, 70):
+            torch.set_num_threads(threads)
+            assert torch.equal(own.multiply(x), expected), threads
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
@@ -194,20 +205,6 @@ def test_gated(library: Library, activation: str, width: int) -> None:
     assert ill[4, 0].isnan()
     ill[4, 0] = out[4, 0]
     assert torch.equal(ill, out)
-
-
-WIDTH, HEADS, KV_HEADS, DIM, INNER = 48, 6, 2, 20, 70
-
-
-def layer_parts(library: Library, kind: Maker, head_norms: bool, activation: str) -> tuple[LayerParts, list]:
-    """A layer with biases, and the weights and biases of its four products."""
-    shapes = [((HEADS + 2 * KV_HEADS) * DIM, WIDTH), (WIDTH, HEADS * DIM), (2 * INNER, WIDTH), (WIDTH, INNER)]
-    weights = [(0.2 * randn(*shape, seed=n), randn(shape[0], seed=n + 9)) for n, shape in enumerate(shapes)]
-    norms = [(randn(size, seed=20 + size), 1e-5) for size in (WIDTH, WIDTH + 1, DIM, DIM + 1)]
-    norms[1], norms[3] = (norms[1][0][1:], 1e-5), (norms[3][0][1:], 1e-5)
-    packed = [kind(library, *weight) for weight in weights]
-    head = (norms[2], norms[3]) if head_norms else (None, None)
-    return LayerParts(HEADS, KV_HEADS, DIM, activation, norms[0], norms[1], *head, *packed), weights
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch  # noqa: F401 (its OpenMP runtime must be there first: the kernels then use the same one)
 
+from cbgen.errors import UsageError
+
 ISA_VARIABLE = "CBGEN_CPU_ISA"
 ISAS = ("plain", "avx2", "avx512", "avx512vnni")
 
@@ -39,6 +41,8 @@ class Library:
 def load_library() -> Library | None:
     """The kernels for this processor, or None when this installation has none. CBGEN_CPU_ISA picks a lesser set.
 
+    Raises UsageError for a set that it names and this processor does not run.
+
     Two OpenMP runtimes would fight for the cores, which is why this module imports torch.
     """
     path = _path()
@@ -46,8 +50,11 @@ def load_library() -> Library | None:
         return None
     handle = ctypes.CDLL(str(path))
     best = ISAS[handle.best_isa()]
-    asked = os.environ.get(ISA_VARIABLE, best)
-    return Library(handle, asked if asked in ISAS and ISAS.index(asked) <= ISAS.index(best) else best)
+    asked = os.environ.get(ISA_VARIABLE) or best
+    runnable = ISAS[: ISAS.index(best) + 1]
+    if asked not in runnable:
+        raise UsageError(f"{ISA_VARIABLE}={asked}: this processor runs {', '.join(runnable)}; unset it for the best")
+    return Library(handle, asked)
 
 
 def kernels_here() -> str:

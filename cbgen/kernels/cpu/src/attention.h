@@ -1,8 +1,9 @@
 /* Attention over pages, for one layer. See struct attention in kernels.h.
 
    One work item is a KV head, or several for few rows, up to ROW_TILE rows (query tokens x the query heads that share a KV
-   head) and some tokens of KV. KV is cut at fixed places, every `split_pages` pages from token 0 on, and each piece, a split, is attended by
-   itself: scores, their softmax, the weighted sum of values. What comes out is folded in ascending order:
+   head) and some tokens of KV. KV is cut at fixed places, every `split_pages` pages from token 0 on, and each piece, a
+   split, is attended by itself: scores, their softmax, the weighted sum of values. What comes out is folded in ascending
+   order:
 
        split 0      split 1      split 2
        (m, l, O) -> (m, l, O) -> (m, l, O) -> O / l           m: largest score, l: sum of exp(score - m), O: sum of values
@@ -107,25 +108,19 @@ INLINE void CBGEN(product_tile)(const int kind, const int rows, const int wide, 
             if (v < vectors) CBGEN(put)(out + r * ldo + v * LANES, sums[r][v]);
 }
 
-INLINE void CBGEN(product_rows)(const int kind, long rows, int wide, const float *a, long lda, const struct CBGEN(piece) *pieces,
-                                long num_pieces, long step, const long *at, int vectors, struct share share,
-                                float *out, long ldo) {
-#define CASE(n, w) \
+INLINE void CBGEN(product_rows)(const int kind, long rows, int wide, const float *a, long lda,
+                                const struct CBGEN(piece) *pieces, long num_pieces, long step, const long *at, int vectors,
+                                struct share share, float *out, long ldo) {
+#define TILE_OF(n, w) \
     case n: CBGEN(product_tile)(kind, n, w, a, lda, pieces, num_pieces, step, at, vectors, share, out, ldo); return;
+#define WIDE(n) TILE_OF(n, 2 * VECTORS)
+#define NARROW(n) TILE_OF(n, VECTORS)
     if (wide)
-        switch (rows) {
-            CASE(1, 2 * VECTORS) CASE(2, 2 * VECTORS) CASE(3, 2 * VECTORS)
-#if CBGEN_LANES == 16
-            CASE(4, 2 * VECTORS) CASE(5, 2 * VECTORS) CASE(6, 2 * VECTORS)
-#endif
-        }
-    switch (rows) {
-        CASE(1, VECTORS) CASE(2, VECTORS) CASE(3, VECTORS) CASE(4, VECTORS) CASE(5, VECTORS) CASE(6, VECTORS)
-#if CBGEN_LANES == 16
-        CASE(7, VECTORS) CASE(8, VECTORS) CASE(9, VECTORS) CASE(10, VECTORS) CASE(11, VECTORS) CASE(12, VECTORS)
-#endif
-    }
-#undef CASE
+        switch (rows) { UP_TO_HALF(WIDE) }
+    switch (rows) { UP_TO_ROWS(NARROW) }
+#undef TILE_OF
+#undef WIDE
+#undef NARROW
 }
 
 /* out [rows, vectors] as product_tile says, for any number of rows and vectors; at [vectors + 2 * VECTORS]. Few rows
@@ -139,8 +134,9 @@ static void CBGEN(product)(int kind, long rows, const float *a, long lda, const 
         for (long r = 0; r < rows; r += ROWS) {
             long block = rows - r < ROWS ? rows - r : ROWS;
             struct share share = {v, r ? 0 : count, vectors};
+            float *to = out + r * ldo + v * LANES;
 #define WITH(k) \
-    CBGEN(product_rows)(k, block, wide, a + r * lda, lda, pieces, num_pieces, step, at + v, count, share, out + r * ldo + v * LANES, ldo)
+    CBGEN(product_rows)(k, block, wide, a + r * lda, lda, pieces, num_pieces, step, at + v, count, share, to, ldo)
             if (kind == KV_FLOAT32) WITH(KV_FLOAT32);
             else if (kind == KV_BFLOAT16) WITH(KV_BFLOAT16);
             else WITH(KV_INT8);
@@ -173,7 +169,8 @@ static void CBGEN(page_scores)(const struct attention *a, const char *page, long
     int kind = a->kind;
     if (CBGEN(copies)(a, rows)) piece.b = CBGEN(as_float)(kind, piece.b, elements, s->tile), kind = KV_FLOAT32;
     for (long slot = 0; slot < a->slots; slot += MAX_VECTORS * LANES) {
-        long at[MAX_VECTORS + 2 * VECTORS], slots = a->slots - slot < MAX_VECTORS * LANES ? a->slots - slot : MAX_VECTORS * LANES;
+        long at[MAX_VECTORS + 2 * VECTORS], most = MAX_VECTORS * LANES;
+        long slots = a->slots - slot < most ? a->slots - slot : most;
         for (long v = 0; v < slots / LANES + 2 * VECTORS; v++) {
             long own = v < slots / LANES ? slot + v * LANES : slot;
             at[v] = own / TILE * tile + own % TILE;
@@ -191,9 +188,9 @@ static void CBGEN(page_scores)(const struct attention *a, const char *page, long
 /* part [rows, padded_dim] = weights [rows, split slots] times the values of one split: tokens `from` to `to` of it. The
  * keys of the first `num_next` pages of the next split are fetched. */
 static void CBGEN(split_values)(const struct attention *a, const int64_t *pages, long head, long from, long to, long rows,
-                                const int64_t *next, long num_next, struct CBGEN(scratch) *s, float *weights, long ld, float *part) {
-    long keys = a->slots * a->dim * CBGEN(element_bytes)(a->kind);
-    long width = a->padded_dim, bytes = CBGEN(element_bytes)(a->kind), count = 0;
+                                const int64_t *next, long num_next, struct CBGEN(scratch) *s, float *weights, long ld,
+                                float *part) {
+    long width = a->padded_dim, bytes = CBGEN(element_bytes)(a->kind), keys = a->slots * a->dim * bytes, count = 0;
     int kind = a->kind, copies = CBGEN(copies)(a, rows);
     struct CBGEN(piece) pieces[MAX_SPLIT];
     float *copy = s->tile;
@@ -208,16 +205,22 @@ static void CBGEN(split_values)(const struct attention *a, const int64_t *pages,
                 for (long i = begin; i < end; i++) weights[r * ld + p * a->slots + i] *= scales[i];
         }
         if (copies) values = CBGEN(as_float)(kind, values, a->slots * width, copy), copy += a->slots * width;
-        pieces[count] = (struct CBGEN(piece)){values + begin * TILE * (copies ? 4 : bytes), p * a->slots + begin, end - begin, page, 0};
-        if (count < num_next) pieces[count].next = a->pages + next[count] * a->page_bytes + head * keys, pieces[count].fetched = keys;
+        values += begin * TILE * (copies ? 4 : bytes);
+        pieces[count] = (struct CBGEN(piece)){values, p * a->slots + begin, end - begin, page, 0};
+        if (count < num_next) {
+            pieces[count].next = a->pages + next[count] * a->page_bytes + head * keys;
+            pieces[count].fetched = keys;
+        }
     }
     for (long column = 0; column < width; column += MAX_VECTORS * LANES) {
-        long at[MAX_VECTORS + 2 * VECTORS], columns = width - column < MAX_VECTORS * LANES ? width - column : MAX_VECTORS * LANES;
+        long at[MAX_VECTORS + 2 * VECTORS], most = MAX_VECTORS * LANES;
+        long columns = width - column < most ? width - column : most;
         for (long v = 0; v < columns / LANES + 2 * VECTORS; v++) {
             long own = v < columns / LANES ? column + v * LANES : column;
             at[v] = own / TILE * a->slots * TILE + own % TILE;
         }
-        CBGEN(product)(copies ? KV_FLOAT32 : kind, rows, weights, ld, pieces, count, TILE, at, columns / LANES, part + column, width);
+        CBGEN(product)(copies ? KV_FLOAT32 : kind, rows, weights, ld, pieces, count, TILE, at, columns / LANES, part + column,
+                       width);
     }
 }
 
@@ -284,7 +287,8 @@ static void CBGEN(attend_split)(const struct attention *a, const int64_t *table,
         for (long h = 0; h < heads; h++) {
             if (first && h + 1 < heads) CBGEN(fetch_keys)(a, page, head + h + 1);
             else if (first && p + 1 < pages) CBGEN(fetch_keys)(a, a->pages + own[p + 1] * a->page_bytes, head);
-            CBGEN(page_scores)(a, page, head + h, rows, s, s->query + h * rows * a->dim, s->scores + h * rows * ld + p * a->slots, ld);
+            CBGEN(page_scores)(a, page, head + h, rows, s, s->query + h * rows * a->dim,
+                               s->scores + h * rows * ld + p * a->slots, ld);
         }
     }
     for (long r = 0; r < heads * rows; r++) {
@@ -294,8 +298,8 @@ static void CBGEN(attend_split)(const struct attention *a, const int64_t *table,
     int64_t next = high - (split + 1) * split_tokens;
     long num_next = next > 0 ? (next + a->page_size - 1) / a->page_size : 0;
     for (long h = 0; h < heads; h++)
-        CBGEN(split_values)(a, own, head + h, low > begin ? low - begin : 0, end - begin, rows, own + pages, num_next, s, s->scores + h * rows * ld, ld,
-                            s->part + h * rows * a->padded_dim);
+        CBGEN(split_values)(a, own, head + h, low > begin ? low - begin : 0, end - begin, rows, own + pages, num_next, s,
+                            s->scores + h * rows * ld, ld, s->part + h * rows * a->padded_dim);
 }
 
 /* Folds a split into the state of one row; both [padded_dim]. */

@@ -97,12 +97,7 @@ static void CBGEN(integer_rows)(int64_t rows, int bytes, int64_t k, const char *
         if (bytes) CBGEN(integer_tile)(n, 1, k, x, row_bytes, panel, ahead, to, resume); \
         else CBGEN(integer_tile)(n, 0, k, x, row_bytes, panel, ahead, to, resume); \
         return;
-    switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if CBGEN_LANES == 16
-        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-    }
+    switch (rows) { UP_TO_ROWS(CASE) }
 #undef CASE
 }
 

@@ -2,23 +2,31 @@
 
       W [n, k]   ->   panels of P = VECTORS * LANES outputs, each [k, P]: what one step of the inner loop reads is together
 
-   A block of ROWS rows of x times one panel stays in registers. A panel is cut into pieces of at most K_BLOCK, which stay
-   in the first-level cache while all rows of x pass by. Sums run over k in ascending order whatever the number of rows, so
-   a row's result does not depend on its neighbours, to the last bit. */
+   A block of ROWS rows of x times one panel stays in registers. Panels are worked on in chunks of CHUNK, cut into pieces
+   of K_BLOCK, so that both a piece and the rows of x that pass over it stay near a core:
+
+                 chunk 0           chunk 1              for each chunk, which a thread takes:
+        k     +--+--+--+--+     +--+--+--+--+              for each block of M_BLOCK rows:
+        |     |0 |1 |2 |3 |     |  |  |  |  |                 pieces in the order of their numbers,
+        |     +--+--+--+--+     +--+--+--+--+                 each by all rows of the block
+        v     |4 |5 |6 |7 |     |  |  |  |  |
+              +--+--+--+--+     +--+--+--+--+
+
+   Sums run over k in ascending order whatever the number of rows, so a row's result does not depend on its neighbours, to
+   the last bit. */
 
 #undef PANEL
 #define PANEL (VECTORS * LANES)
 
-/* sums [rows, VECTORS * LANES] (+)= a [rows, k] times b, whose vector v of step i is at b + i * step + v * apart. */
-INLINE void CBGEN(multiply)(const int rows, long k, const float *a, long lda, const float *b, long step, long apart,
-                            vf sums[ROWS][VECTORS]) {
+/* sums [rows, PANEL] += x [rows, k] times k steps of a panel. */
+INLINE void CBGEN(multiply)(const int rows, long k, const float *x, long ldx, const float *panel, vf sums[ROWS][VECTORS]) {
     for (long i = 0; i < k; i++) {
-        vf left = CBGEN(load)(b + i * step), right = CBGEN(load)(b + i * step + apart);
+        vf left = CBGEN(load)(panel + i * PANEL), right = CBGEN(load)(panel + i * PANEL + LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
-            vf x = CBGEN(splat)(a[r * lda + i]);
-            sums[r][0] += x * left;
-            sums[r][1] += x * right;
+            vf own = CBGEN(splat)(x[r * ldx + i]);
+            sums[r][0] += own * left;
+            sums[r][1] += own * right;
         }
     }
 }
@@ -31,7 +39,7 @@ INLINE void CBGEN(linear_tile)(const int rows, long k, const float *x, long ldx,
         for (int v = 0; v < VECTORS; v++) sums[r][v] = CBGEN(load)(from + r * ldf + v * LANES);
     for (long i = 0; i < k; i += ahead.every) {
         fetch(&ahead);
-        CBGEN(multiply)(rows, k - i < ahead.every ? k - i : ahead.every, x + i, ldx, panel + i * PANEL, PANEL, LANES, sums);
+        CBGEN(multiply)(rows, k - i < ahead.every ? k - i : ahead.every, x + i, ldx, panel + i * PANEL, sums);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
@@ -42,12 +50,7 @@ INLINE void CBGEN(linear_tile)(const int rows, long k, const float *x, long ldx,
 static void CBGEN(linear_rows)(long rows, long k, const float *x, long ldx, const float *panel, struct ahead ahead,
                                const float *from, long ldf, float *to, long ldt) {
 #define CASE(n) case n: CBGEN(linear_tile)(n, k, x, ldx, panel, ahead, from, ldf, to, ldt); return;
-    switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if CBGEN_LANES == 16
-        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-    }
+    switch (rows) { UP_TO_ROWS(CASE) }
 #undef CASE
 }
 

@@ -15,6 +15,16 @@
 #define LANES CBGEN_LANES
 #define VECTORS 2
 #define ROWS (LANES == 16 ? 12 : 6)
+/* A case for each number of rows, up to half of ROWS or all of it: a loop over them is unrolled for a constant alone. */
+#undef UP_TO_HALF
+#undef UP_TO_ROWS
+#if CBGEN_LANES == 16
+#define UP_TO_HALF(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#define UP_TO_ROWS(CASE) UP_TO_HALF(CASE) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#else
+#define UP_TO_HALF(CASE) CASE(1) CASE(2) CASE(3)
+#define UP_TO_ROWS(CASE) UP_TO_HALF(CASE) CASE(4) CASE(5) CASE(6)
+#endif
 
 #define vf CBGEN(vf)
 #define vi CBGEN(vi)
