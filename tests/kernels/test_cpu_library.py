@@ -156,3 +156,9 @@ def test_an_instruction_set_that_does_not_run_is_refused(asked: str) -> None:
     assert done.stderr.splitlines() == [
         f"cbgen: CBGEN_CPU_ISA={asked}: this processor runs {', '.join(ISAS)}; unset it for the best"
     ]
+
+
+@needs_kernels
+def test_an_empty_instruction_set_is_none_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.ISA_VARIABLE, "")
+    assert library.load_library.__wrapped__().isa == ISAS[-1]
