@@ -134,18 +134,6 @@ EXPORT void CBGEN(integer_pack)(const float *weight, int64_t n, int64_t k, int64
     }
 }
 
-/* LANES numbers from i on of a row of k, those past its end 0, times scales_in. */
-INLINE vf CBGEN(scaled_input)(const float *from, const float *scales_in, int64_t i, int64_t k) {
-    float edge[2][LANES] = {{0}};
-    if (k - i < LANES) {
-        memcpy(edge[0], from + i, (k - i) * 4);
-        if (scales_in) memcpy(edge[1], scales_in + i, (k - i) * 4);
-        from = edge[0], scales_in = scales_in ? edge[1] : 0, i = 0;
-    }
-    vf x = CBGEN(load)(from + i);
-    return scales_in ? x * CBGEN(load)(scales_in + i) : x;
-}
-
 /* LANES levels as int16, or as bytes with 128 added. */
 INLINE void CBGEN(put_levels)(char *to, const int bytes, vi whole) {
     if (bytes) {
@@ -166,16 +154,10 @@ INLINE void CBGEN(put_levels)(char *to, const int bytes, vi whole) {
 static void CBGEN(quantize_row)(const float *from, int64_t k, const float *scales_in, int64_t limit, int bytes, void *levels,
                                 float *scale) {
     int64_t depth = (k + 3) / 4 * 4;
-    vf most = {0}, strange = {0};
-    for (int64_t i = 0; i < k; i += LANES) {
-        vf x = CBGEN(scaled_input)(from, scales_in, i, k);
-        most = CBGEN(max)((vf)((vi)x & INT32_MAX), most);
-        strange += x * 0; /* NaN for NaN and infinity, and otherwise 0 */
-    }
-    float largest = CBGEN(largest)(most);
-    int usual = CBGEN(sum)(strange) == 0;
+    float largest = CBGEN(largest_size)(from, scales_in, k);
+    int usual = largest == largest;
     vf inverse = CBGEN(splat)(usual && largest > 0 ? limit / largest : 0);
-    *scale = usual ? largest / limit : NAN;
+    *scale = largest / limit;
     char *to = levels, edge[2 * LANES];
     int64_t size = bytes ? 1 : 2;
     for (int64_t i = 0; i < depth; i += LANES) {

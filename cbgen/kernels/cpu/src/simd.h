@@ -99,3 +99,26 @@ INLINE vf CBGEN(tanh)(vf x) {
     vf size = (1.0f - power) / (1.0f + power);
     return CBGEN(choose)(positive, size, -size);
 }
+
+/* LANES numbers from i on of a row of k, those past its end 0, times scales_in. */
+INLINE vf CBGEN(scaled_input)(const float *from, const float *scales_in, int64_t i, int64_t k) {
+    float edge[2][LANES] = {{0}};
+    if (k - i < LANES) {
+        memcpy(edge[0], from + i, (k - i) * 4);
+        if (scales_in) memcpy(edge[1], scales_in + i, (k - i) * 4);
+        from = edge[0], scales_in = scales_in ? edge[1] : 0, i = 0;
+    }
+    vf x = CBGEN(load)(from + i);
+    return scales_in ? x * CBGEN(load)(scales_in + i) : x;
+}
+
+/* The largest absolute of the same [k]; NaN where one is NaN or infinite. */
+INLINE float CBGEN(largest_size)(const float *from, const float *scales_in, int64_t k) {
+    vf most = {0}, strange = {0};
+    for (int64_t i = 0; i < k; i += LANES) {
+        vf x = CBGEN(scaled_input)(from, scales_in, i, k);
+        most = CBGEN(max)((vf)((vi)x & INT32_MAX), most);
+        strange += x * 0; /* NaN for NaN and infinity, and otherwise 0 */
+    }
+    return CBGEN(sum)(strange) == 0 ? CBGEN(largest)(most) : NAN;
+}

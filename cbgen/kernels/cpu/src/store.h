@@ -16,18 +16,13 @@ static void CBGEN(convert_row)(int64_t kind, const float *from, long dim, long p
             ((uint16_t *)to)[i] = (uint16_t)(rounded >> 16);
         }
     } else {
-        vf most = {0}, strange = {0};
         int32_t levels[padded_dim];
+        float largest = CBGEN(largest_size)(row, 0, padded_dim);
+        int usual = largest == largest;
+        *scale = largest / 127; /* NaN stays, so that the row still shows it */
+        vf inverse = CBGEN(splat)(usual && largest > 0 ? 127 / largest : 0);
         for (long i = 0; i < padded_dim; i += LANES) {
-            vf x = CBGEN(load)(row + i);
-            most = CBGEN(max)((vf)((vi)x & INT32_MAX), most);
-            strange += x - x; /* NaN for NaN and infinity, and otherwise 0 */
-        }
-        float largest = CBGEN(largest)(most), odd = CBGEN(sum)(strange);
-        *scale = odd == 0 ? largest / 127 : NAN; /* so that the row still shows it */
-        vf inverse = CBGEN(splat)(odd == 0 && largest > 0 ? 127 / largest : 0);
-        for (long i = 0; i < padded_dim; i += LANES) {
-            vi whole = CBGEN(round)(odd == 0 ? CBGEN(load)(row + i) * inverse : (vf){0} + 1.0f);
+            vi whole = CBGEN(round)(usual ? CBGEN(load)(row + i) * inverse : (vf){0} + 1.0f);
             memcpy(levels + i, &whole, sizeof whole);
         }
         for (long i = 0; i < padded_dim; i++) ((int8_t *)to)[i] = (int8_t)levels[i];
