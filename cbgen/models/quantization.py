@@ -20,7 +20,7 @@ from torch import nn
 
 from cbgen.errors import UsageError
 from cbgen.kernels.cpu.library import Library, load_library
-from cbgen.kernels.cpu.linear import IntegerWeight, PackedWeight
+from cbgen.kernels.cpu.linear import GROUP, IntegerWeight, PackedWeight
 
 SCHEMES = {"w8a8": 8, "w8a16": 16}  # the bits of activations
 CALIBRATION_TOKENS = 2048
@@ -124,18 +124,12 @@ class Calibrator:
         return note
 
     def weight_of(self, weight: torch.Tensor, bias: torch.Tensor | None, path: str) -> PackedWeight:
-        """The integer weight of the layer at a path, or of that layer and those that read the same; with 8-bit
-        activations the output head, whose errors nothing evens out, stays in float32."""
+        """The integer weight of the layer at a path, or of that layer and those that read the same."""
         inputs = self._inputs.get(path)
         if self._bits != 8 or inputs is None:
             return IntegerWeight(self._library, weight, bias, self._bits)
-        if path == HEAD:
-            return PackedWeight(self._library, weight, bias)
         scales = _best_scales(weight.float(), inputs)
         return IntegerWeight(self._library, weight * scales, bias, self._bits, 1 / scales)
-
-
-HEAD = "lm_head"
 
 
 def _best_scales(weight: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
@@ -146,7 +140,7 @@ def _best_scales(weight: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
     best: tuple[float, torch.Tensor] | None = None
     for alpha in ALPHAS:
         scales = most_input**alpha / most_weight ** (1 - alpha) if alpha else torch.ones_like(most_input)
-        got = _quantized(rows / scales) @ _quantized(weight * scales).T
+        got = _in_groups(rows / scales) @ _quantized(weight * scales).T
         error = float((got - exact).square().mean())
         if best is None or error < best[0]:
             best = error, scales
@@ -155,6 +149,12 @@ def _best_scales(weight: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
 
 
 def _quantized(rows: torch.Tensor) -> torch.Tensor:
-    """Each row as its nearest levels say."""
+    """Each row as its nearest levels with one scale say."""
     scale = rows.abs().amax(-1, keepdim=True).clamp_min(1e-30) / LEVELS
     return (rows / scale).round() * scale
+
+
+def _in_groups(rows: torch.Tensor) -> torch.Tensor:
+    """The same with a scale for each group of a row."""
+    padded = nn.functional.pad(rows, (0, -rows.shape[1] % GROUP))
+    return _quantized(padded.view(len(rows), -1, GROUP)).flatten(1)[:, : rows.shape[1]]

@@ -9,7 +9,7 @@ from kernels.layer_parts import DIM, HEADS, KV_HEADS, WIDTH, layer_parts, randn
 from torch.nn import functional
 
 from cbgen.kernels.cpu.library import Library, library_for, runnable_isas
-from cbgen.kernels.cpu.linear import IntegerWeight, LayerKernel, PackedWeight, gated, rms_norm
+from cbgen.kernels.cpu.linear import BYTES_WEIGHT, GROUP, IntegerWeight, LayerKernel, PackedWeight, gated, rms_norm
 
 ISAS = runnable_isas()
 pytestmark = pytest.mark.skipif(not ISAS, reason="this installation has no compiled kernels")
@@ -27,32 +27,39 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 
 class Watched(IntegerWeight):
-    """Keeps the levels and scales of the last input."""
+    """Keeps the last input as it was quantized."""
 
-    def _scratch(self, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        self.levels, self.row_scales = super()._scratch(rows)
-        return self.levels, self.row_scales
+    def _levels(self, rows: int) -> torch.Tensor:
+        self.quantized = super()._levels(rows)
+        return self.quantized
 
+    @property
     def input_levels(self) -> torch.Tensor:
-        """int64 [rows, k]"""
-        rows, depth = self.levels.shape
-        if self._bytes:
-            return self.levels.view(torch.uint8).flatten()[: rows * depth].view(rows, depth).long() - 128
-        return self.levels.long()
+        """int64 [rows, groups, numbers that share a scale], zeros after the last of a row"""
+        if self._kind == BYTES_WEIGHT:
+            return self.quantized[:, : self._depth].reshape(-1, self._depth // GROUP, GROUP).long()
+        return self.quantized[:, : 2 * self._depth].contiguous().view(torch.int16)[:, None].long()
 
+    @property
+    def input_scales(self) -> torch.Tensor:
+        """float32 [rows, groups]"""
+        begin, groups = (self._depth, self._depth // GROUP) if self._kind == BYTES_WEIGHT else (2 * self._depth, 1)
+        return self.quantized[:, begin : begin + 4 * groups].contiguous().view(torch.float32)
 
-class InBytes(Watched):
-    """Input levels as bytes, as processors with VNNI have them; every instruction set computes with them."""
+    @property
+    def limit(self) -> int:
+        """The largest level."""
+        return 127 if self._kind == BYTES_WEIGHT else int(self.struct.limit)
 
-    def _pack(self, weight: torch.Tensor) -> None:
-        self._bytes = True
-        super()._pack(weight)
+    @property
+    def _depth(self) -> int:
+        unit = GROUP if self._kind == BYTES_WEIGHT else 4
+        return -(-self.in_features // unit) * unit
 
 
 INTEGER_KINDS = [
     pytest.param(lambda *given: Watched(*given[:3], 8, *given[3:]), id="8 bits"),
     pytest.param(lambda *given: Watched(*given[:3], 16, *given[3:]), id="16 bits"),
-    pytest.param(lambda *given: InBytes(*given[:3], 8, *given[3:]), id="bytes"),
 ]
 EVERY_KIND = [pytest.param(PackedWeight, id="float32"), *INTEGER_KINDS]
 
@@ -69,7 +76,7 @@ def test_float32_equals_float64(library: Library, n: int, k: int, m: int, with_b
     weight, x, bias = randn(n, k), randn(m, k + 5, seed=1)[:, :k], randn(n, seed=2) if with_bias else None
     packed = PackedWeight(library, weight, bias)
     out = torch.full((m, n + 3), torch.nan)
-    packed._multiply(packed.struct, x.data_ptr(), x.stride(0), m, out.data_ptr(), n + 3, None, None)
+    packed._multiply(packed.struct, x.data_ptr(), x.stride(0), m, out.data_ptr(), n + 3, None)
     assert out[:, n:].isnan().all()
     exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     bound = functional.linear(x.abs(), weight.abs(), None if bias is None else bias.abs())
@@ -128,22 +135,24 @@ def test_shapes_and_zeros(library: Library, kind: Maker) -> None:
 @pytest.mark.parametrize("n, k, m", sizes(30))
 @pytest.mark.parametrize("with_scales", [False, True])
 def test_integers_are_exact(library: Library, kind: Maker, n: int, k: int, m: int, with_scales: bool) -> None:
-    """Input levels are the nearest ones, and what comes out is the product of levels, rounded once to float32."""
+    """Input levels are the nearest ones, and what comes out is their products, each group of them times its scale."""
     weight, x = randn(n, k), randn(m, k, seed=1) * torch.logspace(-3, 3, m)[:, None]
     scales_in = randn(k, seed=2).abs() + 0.1 if with_scales else None
     layer = kind(library, weight, None, scales_in)
     out = layer.multiply(x)
+    levels, scales = layer.input_levels, layer.input_scales
+    padding = levels[0].numel() - k
+    scaled = functional.pad(x if scales_in is None else x * scales_in, (0, padding)).view(levels.shape)
+    assert torch.equal(scales, scaled.abs().amax(2) / layer.limit)
+    assert (levels.abs().amax(2) == layer.limit).all()
+    assert ((levels - scaled.double() / scales.double()[..., None]).abs() < 0.5 + 1e-6 * layer.limit).all()
+    assert (levels.flatten(1)[:, k:] == 0).all()
     largest = weight.abs().amax(1, keepdim=True)
-    weight_levels = (weight * (127 / largest)).round().long()
-    scaled = x if scales_in is None else x * scales_in
-    levels = layer.input_levels()
-    assert (levels[:, k:] == 0).all()
-    levels = levels[:, :k]
-    assert torch.equal(layer.row_scales, scaled.abs().amax(1) / layer._limit)
-    assert (levels.abs().amax(1) == layer._limit).all()
-    assert ((levels - scaled.double() / layer.row_scales.double()[:, None]).abs() < 0.5 + 1e-6 * layer._limit).all()
-    exact = (levels @ weight_levels.T).float() * (layer.row_scales[:, None] * (largest / 127).T)
-    assert torch.equal(out, exact)
+    weight_levels = functional.pad((weight * (127 / largest)).round().long(), (0, padding)).view(n, *levels.shape[1:])
+    groups = torch.einsum("mgi,ngi->mng", levels, weight_levels) * scales.double()[:, None]
+    exact = (groups.sum(2) * (largest.double() / 127).T).float()
+    bound = FLOAT_EPSILON * groups.abs().sum(2) * (largest.double() / 127).T
+    assert ((out - exact).abs() <= bound).all()
     with_bias = kind(library, weight, randn(n, seed=3), scales_in).multiply(x)
     torch.testing.assert_close(with_bias, exact + randn(n, seed=3), rtol=1e-6, atol=1e-6 * exact.abs().max().item())
 
@@ -155,7 +164,7 @@ def test_the_largest_sums_do_not_overflow(library: Library, kind: Maker, k: int)
     ones = torch.ones(3, k)
     layer = kind(library, torch.cat([ones[:1], -ones[:1]]), None)
     out = layer.multiply(torch.stack([ones[0], -ones[0], 2 * ones[0]]))
-    assert (layer.input_levels()[:, :k].abs() == layer._limit).all()
+    assert (layer.input_levels.flatten(1)[:, :k].abs() == layer.limit).all()
     expected = torch.tensor([[k, -k], [-k, k], [2 * k, -2 * k]])
     torch.testing.assert_close(out, expected.float(), rtol=1e-6, atol=0)
 

@@ -28,7 +28,7 @@ class Library:
     @property
     def multiplies_bytes(self) -> bool:
         """Whether 8-bit activations are multiplied faster than 16-bit ones."""
-        return bool(self.function("integer_bytes", restype=ctypes.c_int64)())
+        return bool(self.function("multiplies_bytes", restype=ctypes.c_int64)())
 
     def function(self, name: str, *argtypes: Any, restype: Any = None) -> Any:
         """A function with its argument types set, without which ctypes would cut pointers to 32 bits."""

@@ -14,8 +14,8 @@ from cbgen.kernels.cpu.library import Library
 Int64 = ctypes.c_int64
 Address = ctypes.c_void_p
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
-FLOAT32_WEIGHT, INTEGER_WEIGHT = 0, 1
-WIDE_GAP = 16  # of kernels.h
+FLOAT32_WEIGHT, WORDS_WEIGHT, BYTES_WEIGHT = 0, 1, 2
+WIDE_GAP, GROUP = 16, 32  # of kernels.h
 MAX_SUM, MAX_LEVEL, MAX_WEIGHT_LEVEL = 2**31 - 1, 2**15 - 1, 127
 
 
@@ -26,8 +26,8 @@ class _Weight(ctypes.Structure):
         *((name, Int64) for name in ("kind", "n", "k")),
         ("packed", Address),
         ("bias", Address),
-        *((name, Int64) for name in ("bytes", "limit")),
-        *((name, Address) for name in ("scales", "scales_in", "level_sums")),
+        ("limit", Int64),
+        *((name, Address) for name in ("scales", "scales_in")),
     ]
 
 
@@ -45,7 +45,7 @@ class _Layer(ctypes.Structure):
 class _Workspace(ctypes.Structure):
     """struct workspace of kernels.h."""
 
-    _fields_ = [(name, Address) for name in ("normed", "wide", "inner", "qkv", "attended", "levels", "row_scales")]
+    _fields_ = [(name, Address) for name in ("normed", "wide", "inner", "qkv", "attended", "levels")]
 
 
 class PackedWeight:
@@ -61,7 +61,7 @@ class PackedWeight:
         self.struct = _Weight(FLOAT32_WEIGHT, self.out_features, self.in_features, bias=_address(self._bias))
         self._pack(weight.detach().float().contiguous())
         self._multiply = library.function(
-            "multiply_weight", ctypes.POINTER(_Weight), Address, Int64, Int64, Address, Int64, Address, Address
+            "multiply_weight", ctypes.POINTER(_Weight), Address, Int64, Int64, Address, Int64, Address
         )
 
     def _pack(self, weight: torch.Tensor) -> None:
@@ -76,7 +76,7 @@ class PackedWeight:
         """x [..., k] -> [..., n]."""
         rows = as_rows(x)
         out = torch.empty(len(rows), self.out_features)
-        levels, scales = self._scratch(len(rows))
+        levels = self._levels(len(rows))
         self._multiply(
             self.struct,
             rows.data_ptr(),
@@ -84,20 +84,25 @@ class PackedWeight:
             len(rows),
             out.data_ptr(),
             self.out_features,
-            _address(levels),
-            _address(scales),
+            levels.data_ptr(),
         )
         return out.view(*x.shape[:-1], self.out_features)
 
-    def _scratch(self, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return None, None
+    def _levels(self, rows: int) -> torch.Tensor:
+        return torch.empty(rows, self.levels_bytes, dtype=torch.int8)
+
+    @property
+    def levels_bytes(self) -> int:
+        """What a row of the input takes when it is quantized."""
+        return int(_levels_bytes(self.library)(self.struct.kind, self.in_features))
 
 
 class IntegerWeight(PackedWeight):
     """The same in int8 levels with a scale per output; the input is quantized row by row.
 
-    activation_bits: 8, or 16, with as many levels as sums over k cannot overflow with. scales_in: [k], by which the
-    input is multiplied and the weight was divided, or None.
+    activation_bits: 8, with a scale for each group of numbers of a row, or 16, with one for the row and as many levels
+    as sums over k cannot overflow with. scales_in: [k], by which the input is multiplied and the weight was divided, or
+    None.
     """
 
     def __init__(
@@ -108,41 +113,37 @@ class IntegerWeight(PackedWeight):
         activation_bits: int,
         scales_in: torch.Tensor | None = None,
     ):
-        k = weight.shape[1]
-        self._bytes = activation_bits == 8 and library.multiplies_bytes
-        self._limit = MAX_WEIGHT_LEVEL if activation_bits == 8 else min(MAX_LEVEL, MAX_SUM // (MAX_WEIGHT_LEVEL * k))
+        self._kind = BYTES_WEIGHT if activation_bits == 8 else WORDS_WEIGHT
         self._scales_in = None if scales_in is None else scales_in.detach().float().contiguous()
         super().__init__(library, weight, bias)
 
     def _pack(self, weight: torch.Tensor) -> None:
         n, k = weight.shape
-        self._packed = empty_in_large_pages((_panels(self.library, n) * -(-k // 4) * 4,), torch.int8)
-        self._scales, self._level_sums = torch.empty(n), torch.empty(n, dtype=torch.int32)
-        pack = self.library.function("integer_pack", Address, Int64, Int64, Int64, Address, Address, Address)
-        targets = (self._packed.data_ptr(), self._scales.data_ptr(), self._level_sums.data_ptr())
-        pack(weight.data_ptr(), n, k, self._bytes, *targets)
+        depth = -(-k // GROUP) * GROUP if self._kind == BYTES_WEIGHT else -(-k // 4) * 4
+        self._packed = empty_in_large_pages((_panels(self.library, n) * depth,), torch.int8)
+        self._scales = torch.empty(n)
+        name = "grouped_pack" if self._kind == BYTES_WEIGHT else "integer_pack"
+        pack = self.library.function(name, Address, Int64, Int64, Address, Address)
+        pack(weight.data_ptr(), n, k, self._packed.data_ptr(), self._scales.data_ptr())
         struct = self.struct
-        struct.kind, struct.bytes, struct.limit = INTEGER_WEIGHT, self._bytes, self._limit
-        struct.packed, struct.scales, struct.level_sums = targets
+        struct.kind, struct.limit = self._kind, min(MAX_LEVEL, MAX_SUM // (MAX_WEIGHT_LEVEL * k))
+        struct.packed, struct.scales = self._packed.data_ptr(), self._scales.data_ptr()
         struct.scales_in = _address(self._scales_in)
-
-    def _scratch(self, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return torch.empty(rows, -(-self.in_features // 4) * 4, dtype=torch.int16), torch.empty(rows)
 
 
 @dataclass
 class Workspace:
     """Memory that layers of one shape use one after the other. It grows with the batch.
 
-    width: hidden size; inner: that of the MLP; widest: the most that a linear layer reads; qkv, attended: what the
-    projections into attention give and what it gives.
+    width: hidden size; inner: that of the MLP; qkv, attended: what the projections into attention give and what it
+    gives; levels_bytes: the most that a quantized row takes.
     """
 
     width: int
     inner: int
-    widest: int
     qkv: int
     attended: int
+    levels_bytes: int
     _rows: int = 0
     _tensors: list[torch.Tensor] = field(default_factory=list)
     _struct: _Workspace = field(default_factory=_Workspace)
@@ -150,7 +151,7 @@ class Workspace:
     @property
     def shape(self) -> tuple[int, ...]:
         """Layers with the same can share it."""
-        return (self.width, self.inner, self.widest, self.qkv, self.attended)
+        return (self.width, self.inner, self.qkv, self.attended, self.levels_bytes)
 
     def reserve(self, rows: int) -> _Workspace:
         """At least so many rows of it."""
@@ -161,10 +162,9 @@ class Workspace:
                 (self.inner,),
                 (self.qkv,),
                 (self.attended,),
-                (self.widest + 4,),
-                (),
+                (self.levels_bytes,),
             ]
-            kinds = [torch.float32] * 5 + [torch.int16, torch.float32]
+            kinds = [torch.float32] * 5 + [torch.int8]
             self._tensors = [torch.empty(rows, *s, dtype=kind) for s, kind in zip(shapes, kinds, strict=True)]
             self._struct, self._rows = _Workspace(*(tensor.data_ptr() for tensor in self._tensors)), rows
         return self._struct
@@ -189,8 +189,10 @@ class LayerParts:
 
     def workspace(self) -> Workspace:
         """One that fits, for this layer and all of its shape."""
-        width, inner, attended = self.qkv.in_features, self.down.in_features, self.out.in_features
-        return Workspace(width, inner, max(width, inner, attended), self.qkv.out_features, attended)
+        levels = max(weight.levels_bytes for weight in (self.qkv, self.out, self.gate_up, self.down))
+        return Workspace(
+            self.qkv.in_features, self.down.in_features, self.qkv.out_features, self.out.in_features, levels
+        )
 
 
 class LayerKernel:
@@ -268,6 +270,11 @@ class LayerKernel:
             out.data_ptr(),
         )
         return out
+
+
+@lru_cache
+def _levels_bytes(library: Library) -> Any:
+    return library.function("levels_bytes", Int64, Int64, restype=Int64)
 
 
 @lru_cache

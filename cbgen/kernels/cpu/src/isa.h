@@ -4,4 +4,5 @@
 #include "store.h"
 #include "glue.h"
 #include "integer.h"
+#include "grouped.h"
 #include "layer.h"

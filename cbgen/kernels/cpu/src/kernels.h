@@ -87,16 +87,19 @@ struct share {
 /* The most pages that a split has. */
 #define MAX_SPLIT 128
 
-/* The weight [n, k] of a linear layer, packed: see linear.h for float32 and integer.h for integers. */
-enum { WEIGHT_FLOAT32, WEIGHT_INTEGER };
+/* Numbers of a row of x in 8 bits that share a scale. */
+#define GROUP 32
+
+/* The weight [n, k] of a linear layer, packed: in float32 (linear.h), or in int8 for x of 16 (integer.h) or 8 bits
+   (grouped.h). */
+enum { WEIGHT_FLOAT32, WEIGHT_WORDS, WEIGHT_BYTES };
 struct weight {
     int64_t kind, n, k;
     const void *packed;
     const float *bias; /* [n] or null */
-    /* Of integers alone: */
-    int64_t bytes, limit;
-    const float *scales, *scales_in; /* [n]; [k] or null */
-    const int32_t *level_sums;       /* [n] */
+    /* Of integers alone; limit: the largest level of x, of words. */
+    int64_t limit;
+    const float *scales, *scales_in; /* [n]; [k], by which x is multiplied, or null */
 };
 
 /* A decoder layer around its attention: norm, projections, rotary embedding; output projection, norm, gated MLP.
@@ -117,11 +120,10 @@ struct layer {
 #define WIDE_GAP 16
 
 /* Memory for the steps of a layer, for `rows` rows at least: wide [rows, gate and up and the gap], qkv [rows, heads + 2 *
-   kv_heads, dim], attended [rows, heads, dim], levels [rows, widest input] in int16, row_scales [rows]. */
+   kv_heads, dim], attended [rows, heads, dim], levels: rows as the widest of the weights reads them. */
 struct workspace {
     float *normed, *wide, *inner, *qkv, *attended;
-    void *levels;
-    float *row_scales;
+    char *levels;
 };
 
 /* The attention of one layer in one forward pass.

@@ -1,27 +1,50 @@
-/* Linear layers of either kind, and a decoder layer made of them: struct weight and struct layer of kernels.h. */
+/* Linear layers of every kind, and a decoder layer made of them: struct weight and struct layer of kernels.h. */
 
-/* What a weight reads of row `row` of x [k]: for integers its levels and their scale, for float32 x itself. */
-static void CBGEN(prepare_row)(const struct weight *w, const float *x, int64_t row, void *levels, float *row_scales) {
-    int64_t row_bytes = (w->k + 3) / 4 * 4 * (w->bytes ? 1 : 2);
-    if (w->kind == WEIGHT_INTEGER)
-        CBGEN(quantize_row)(x, w->k, w->scales_in, w->limit, w->bytes, (char *)levels + row * row_bytes, row_scales + row);
+/* The bytes of a row of x [k] as a weight reads it; none for float32, which reads x itself. */
+EXPORT int64_t CBGEN(levels_bytes)(int64_t kind, int64_t k) {
+    if (kind == WEIGHT_WORDS) return CBGEN(depth_of)(k) * 2 + 4;
+    return kind == WEIGHT_BYTES ? CBGEN(groups_of)(k) * (GROUP + 8) : 0;
+}
+
+static void CBGEN(prepare_row)(const struct weight *w, const float *x, int64_t row, char *levels) {
+    char *to = levels + row * CBGEN(levels_bytes)(w->kind, w->k);
+    if (w->kind == WEIGHT_WORDS) CBGEN(quantize_row)(x, w->k, w->scales_in, w->limit, (int16_t *)to);
+    if (w->kind == WEIGHT_BYTES) CBGEN(group_row)(x, w->k, w->scales_in, to);
+}
+
+/* out [m, n] from prepared rows of integers. */
+static void CBGEN(integer_linear)(const struct weight *w, const char *levels, int64_t m, float *out, int64_t ldo) {
+    int64_t panels = (w->n + PANEL - 1) / PANEL, threads = THREADS, row_bytes = CBGEN(levels_bytes)(w->kind, w->k);
+    struct grid grid = grid_of(m, panels);
+    uint64_t runs[threads * RUN];
+    deal(runs, threads, grid.chunks);
+#pragma omp parallel
+    for (int64_t i; (i = take_item(runs, threads, THREAD)) >= 0;)
+        for (int64_t at = 0; at < grid.blocks * grid.chunk; at++) {
+            int64_t panel = i * grid.chunk + at % grid.chunk, row = part_begin(at / grid.chunk, grid.blocks, m);
+            int64_t rows = part_begin(at / grid.chunk + 1, grid.blocks, m) - row;
+            if (panel >= panels) continue;
+            if (w->kind == WEIGHT_BYTES)
+                CBGEN(grouped_panel)(w, panel, rows, levels + row * row_bytes, row_bytes, out + row * ldo, ldo);
+            else CBGEN(integer_panel)(w, panel, rows, levels + row * row_bytes, row_bytes, out + row * ldo, ldo);
+        }
 }
 
 /* out [m, n] = x [m, k] W^T + bias, all rows of x prepared. */
 static void CBGEN(multiply_prepared)(const struct weight *w, const float *x, int64_t ldx, int64_t m, float *out, int64_t ldo,
-                                     const void *levels, const float *row_scales) {
-    if (w->kind == WEIGHT_INTEGER) CBGEN(integer_linear)(w, levels, row_scales, m, out, ldo);
-    else CBGEN(linear_f32)(x, ldx, m, w->k, w->n, w->packed, w->bias, out, ldo);
+                                     const char *levels) {
+    if (w->kind == WEIGHT_FLOAT32) CBGEN(linear_f32)(x, ldx, m, w->k, w->n, w->packed, w->bias, out, ldo);
+    else CBGEN(integer_linear)(w, levels, m, out, ldo);
 }
 
-/* The same from the beginning; levels and row_scales as in struct workspace, unused by float32. */
+/* The same from the beginning; levels as in struct workspace. */
 EXPORT void CBGEN(multiply_weight)(const struct weight *w, const float *x, int64_t ldx, int64_t m, float *out, int64_t ldo,
-                                   void *levels, float *row_scales) {
-    if (w->kind == WEIGHT_INTEGER) {
+                                   char *levels) {
+    if (w->kind != WEIGHT_FLOAT32) {
 #pragma omp parallel for schedule(static) if (m * w->k > 4096)
-        for (int64_t row = 0; row < m; row++) CBGEN(prepare_row)(w, x + row * ldx, row, levels, row_scales);
+        for (int64_t row = 0; row < m; row++) CBGEN(prepare_row)(w, x + row * ldx, row, levels);
     }
-    CBGEN(multiply_prepared)(w, x, ldx, m, out, ldo, levels, row_scales);
+    CBGEN(multiply_prepared)(w, x, ldx, m, out, ldo, levels);
 }
 
 /* One head in place: its norm, if it has one, and its rotation by cosine and sine [rotary]. */
@@ -49,9 +72,9 @@ EXPORT void CBGEN(layer_begin)(const struct layer *l, const struct workspace *sp
     for (int64_t row = 0; row < rows; row++) {
         float *normed = space->normed + row * width;
         CBGEN(norm_row)(x + row * width, width, l->input_norm, l->input_epsilon, normed);
-        CBGEN(prepare_row)(l->qkv, normed, row, space->levels, space->row_scales);
+        CBGEN(prepare_row)(l->qkv, normed, row, space->levels);
     }
-    CBGEN(multiply_prepared)(l->qkv, space->normed, width, rows, qkv, all, space->levels, space->row_scales);
+    CBGEN(multiply_prepared)(l->qkv, space->normed, width, rows, qkv, all, space->levels);
 #pragma omp parallel for schedule(static) if (rows > 4)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t h = 0; h < rotated; h++)
@@ -63,22 +86,22 @@ EXPORT void CBGEN(layer_begin)(const struct layer *l, const struct workspace *sp
 EXPORT void CBGEN(layer_end)(const struct layer *l, const struct workspace *space, const float *x, const float *attended,
                              int64_t rows, float *out) {
     int64_t width = l->out->n, inner = l->down->k, wide = 2 * inner + WIDE_GAP;
-    CBGEN(multiply_weight)(l->out, attended, l->out->k, rows, space->normed, width, space->levels, space->row_scales);
+    CBGEN(multiply_weight)(l->out, attended, l->out->k, rows, space->normed, width, space->levels);
 #pragma omp parallel for schedule(static) if (rows > 4)
     for (int64_t row = 0; row < rows; row++) {
         float *normed = space->normed + row * width, *own = out + row * width;
         CBGEN(add_row)(x + row * width, normed, width, own);
         CBGEN(norm_row)(own, width, l->mlp_norm, l->mlp_epsilon, normed);
-        CBGEN(prepare_row)(l->gate_up, normed, row, space->levels, space->row_scales);
+        CBGEN(prepare_row)(l->gate_up, normed, row, space->levels);
     }
-    CBGEN(multiply_prepared)(l->gate_up, space->normed, width, rows, space->wide, wide, space->levels, space->row_scales);
+    CBGEN(multiply_prepared)(l->gate_up, space->normed, width, rows, space->wide, wide, space->levels);
 #pragma omp parallel for schedule(static) if (rows > 4)
     for (int64_t row = 0; row < rows; row++) {
         const float *gate = space->wide + row * wide;
         CBGEN(gated_row)(gate, gate + inner, inner, l->activation, space->inner + row * inner);
-        CBGEN(prepare_row)(l->down, space->inner + row * inner, row, space->levels, space->row_scales);
+        CBGEN(prepare_row)(l->down, space->inner + row * inner, row, space->levels);
     }
-    CBGEN(multiply_prepared)(l->down, space->inner, inner, rows, space->normed, width, space->levels, space->row_scales);
+    CBGEN(multiply_prepared)(l->down, space->inner, inner, rows, space->normed, width, space->levels);
 #pragma omp parallel for schedule(static) if (rows > 4)
     for (int64_t row = 0; row < rows; row++)
         CBGEN(add_row)(out + row * width, space->normed + row * width, width, out + row * width);

@@ -42,16 +42,35 @@ INLINE vf CBGEN(load)(const float *p) { return *(const vfu *)p; }
 INLINE void CBGEN(put)(float *p, vf v) { *(vfu *)p = v; }
 INLINE vf CBGEN(splat)(float x) { return x - (vf){0}; } /* and not plus: -0 + 0 is +0, so that sum would have to be worked out */
 
+/* Of all lanes; the intrinsics halve a vector four times, where a loop would go through it lane by lane. */
 INLINE float CBGEN(sum)(vf v) {
+#if CBGEN_LANES == 16
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float total = 0;
     for (int lane = 0; lane < LANES; lane++) total += v[lane];
     return total;
+#endif
+}
+
+INLINE int32_t CBGEN(sum_int)(vi v) {
+#if CBGEN_LANES == 16
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += v[lane];
+    return total;
+#endif
 }
 
 INLINE float CBGEN(largest)(vf v) {
+#if CBGEN_LANES == 16
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float best = v[0];
     for (int lane = 1; lane < LANES; lane++) best = v[lane] > best ? v[lane] : best;
     return best;
+#endif
 }
 
 INLINE vf CBGEN(choose)(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
@@ -100,14 +119,14 @@ INLINE vf CBGEN(tanh)(vf x) {
     return CBGEN(choose)(positive, size, -size);
 }
 
+static __attribute__((noinline)) vf CBGEN(last_input)(const float *from, const float *scales_in, int64_t count) {
+    float edge[2][LANES] = {{0}};
+    for (int64_t i = 0; i < count; i++) edge[0][i] = from[i], edge[1][i] = scales_in ? scales_in[i] : 1;
+    return CBGEN(load)(edge[0]) * CBGEN(load)(edge[1]);
+}
 /* LANES numbers from i on of a row of k, those past its end 0, times scales_in. */
 INLINE vf CBGEN(scaled_input)(const float *from, const float *scales_in, int64_t i, int64_t k) {
-    float edge[2][LANES] = {{0}};
-    if (k - i < LANES) {
-        memcpy(edge[0], from + i, (k - i) * 4);
-        if (scales_in) memcpy(edge[1], scales_in + i, (k - i) * 4);
-        from = edge[0], scales_in = scales_in ? edge[1] : 0, i = 0;
-    }
+    if (k - i < LANES) return CBGEN(last_input)(from + i, scales_in ? scales_in + i : 0, k - i);
     vf x = CBGEN(load)(from + i);
     return scales_in ? x * CBGEN(load)(scales_in + i) : x;
 }
@@ -122,3 +141,6 @@ INLINE float CBGEN(largest_size)(const float *from, const float *scales_in, int6
     }
     return CBGEN(sum)(strange) == 0 ? CBGEN(largest)(most) : NAN;
 }
+
+/* What numbers up to `largest` are multiplied by to become levels up to `limit`; 0 for NaN and where it would overflow. */
+INLINE float CBGEN(level_factor)(float largest, float limit) { return largest > 1e-33f ? limit / largest : 0; }

@@ -20,7 +20,7 @@ static void CBGEN(convert_row)(int64_t kind, const float *from, long dim, long p
         float largest = CBGEN(largest_size)(row, 0, padded_dim);
         int usual = largest == largest;
         *scale = largest / 127; /* NaN stays, so that the row still shows it */
-        vf inverse = CBGEN(splat)(usual && largest > 0 ? 127 / largest : 0);
+        vf inverse = CBGEN(splat)(CBGEN(level_factor)(largest, 127));
         for (long i = 0; i < padded_dim; i += LANES) {
             vi whole = CBGEN(round)(usual ? CBGEN(load)(row + i) * inverse : (vf){0} + 1.0f);
             memcpy(levels + i, &whole, sizeof whole);
