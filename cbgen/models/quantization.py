@@ -4,7 +4,8 @@
 
 Channels in which activations are large are made smaller and their weights larger by s, so that both fit 8 bits better
 (SmoothQuant, arXiv 2211.10438). For every weight s = max|x|^a / max|W|^(1 - a), with the a of ALPHAS whose quantized
-product comes closest to the exact one on the calibration text. Activations of 16 bits need no such help.
+products come closest to the exact ones on the calibration text, each relative to its own size: a few tokens, first ones
+above all, have products so large that they would decide alone. Activations of 16 bits need no such help.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ from cbgen.kernels.cpu.linear import GROUP, IntegerWeight, PackedWeight
 SCHEMES = {"w8a8": 8, "w8a16": 16}  # the bits of activations
 CALIBRATION_TOKENS = 2048
 SEQUENCE_TOKENS = 512
-# Rows of each layer's input that are kept to compare products on.
+# Rows of each layer's input that are kept to compare products on, spread evenly over the text.
 KEPT_ROWS = 256
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 LEVELS = 127
@@ -81,7 +82,6 @@ class _Inputs:
 
     most: torch.Tensor
     rows: list[torch.Tensor] = field(default_factory=list)
-    num_rows: int = 0
 
 
 class Calibrator:
@@ -117,9 +117,7 @@ class Calibrator:
             x = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
             own = self._inputs.setdefault(path, _Inputs(torch.zeros(x.shape[1])))
             own.most = torch.maximum(own.most, x.abs().amax(0))
-            if own.num_rows < KEPT_ROWS:
-                own.rows.append(x[:: max(1, len(x) * SEQUENCE_TOKENS // (KEPT_ROWS * CALIBRATION_TOKENS))].clone())
-                own.num_rows += len(own.rows[-1])
+            own.rows.append(x[:: CALIBRATION_TOKENS // KEPT_ROWS].clone())
 
         return note
 
@@ -134,14 +132,15 @@ class Calibrator:
 
 def _best_scales(weight: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
     """s [k] for a weight [n, k]."""
-    rows = torch.cat(inputs.rows)[:KEPT_ROWS]
+    rows = torch.cat(inputs.rows)
     exact = rows @ weight.T
+    sizes = exact.square().mean(1, keepdim=True).clamp_min(1e-12)
     most_weight, most_input = weight.abs().amax(0).clamp_min(1e-5), inputs.most.clamp_min(1e-5)
     best: tuple[float, torch.Tensor] | None = None
     for alpha in ALPHAS:
         scales = most_input**alpha / most_weight ** (1 - alpha) if alpha else torch.ones_like(most_input)
         got = _in_groups(rows / scales) @ _quantized(weight * scales).T
-        error = float((got - exact).square().mean())
+        error = float(((got - exact).square() / sizes).mean())
         if best is None or error < best[0]:
             best = error, scales
     assert best is not None

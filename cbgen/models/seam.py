@@ -98,9 +98,9 @@ def trial(model: PreTrainedModel, name: str, max_model_len: int) -> tuple[torch.
 
 
 def run_alone(model: PreTrainedModel, ids: torch.Tensor, max_model_len: int) -> None:
-    """A forward pass of an attached model over one sequence [1, T]."""
+    """A forward pass of an attached model over one sequence [1, T], with the logits of every token."""
     with serving_attention(_Trial(max_model_len, [ids.shape[1]])):
-        model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False, logits_to_keep=1)
+        model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False, logits_to_keep=0)
 
 
 def _try(model: PreTrainedModel, name: str, max_model_len: int, seed: int) -> tuple[ModelShape, float]:
