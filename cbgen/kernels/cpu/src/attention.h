@@ -10,11 +10,16 @@
 
    So it does not matter to a single bit who works a split out: first come the prefixes that several requests share,
    attended by the rows of all of them at once, and single splits of long requests when there are few; then every request
-   goes on from there. */
+   goes on from there.
+
+   KV in int8 is multiplied in integers: a row of queries, and the weights of a row in a split, become levels of 16 bits with
+   one scale, so that sums of products with levels of KV are exact. What both products go through are words: a number of
+   float32 or bfloat16, or two neighbours of int8 along the sum. */
 
 struct CBGEN(scratch) {
-    float *query;   /* [rows, dim], scaled */
-    float *scores;  /* [rows, split slots] */
+    float *query;   /* [rows, query_words]: scaled, or for int8 levels and their scale */
+    float *scores;  /* [rows, split slots]: scores, then weights, for int8 as levels in the first half of a row */
+    float *factors; /* [rows]: for int8, what a level of a weight stands for */
     float *part;    /* [rows, padded_dim]: of one split */
     float *state;   /* [rows, padded_dim]: folded so far */
     float *tile;    /* keys of one page, or values of one split, of one head in float32 */
@@ -22,28 +27,33 @@ struct CBGEN(scratch) {
     int64_t *low, *high; /* [rows]: the tokens that a row sees, high excluded */
 };
 
-INLINE long CBGEN(element_bytes)(const int kind) { return kind == KV_FLOAT32 ? 4 : kind == KV_BFLOAT16 ? 2 : 1; }
+/* Bytes of a word in a page, and how many words a sum over `count` numbers goes through. */
+INLINE long CBGEN(word_bytes)(const int kind) { return kind == KV_FLOAT32 ? 4 : 2; }
+INLINE long CBGEN(words)(const int kind, long count) { return kind == KV_INT8 ? CBGEN(depth_of)(count) / 2 : count; }
+/* Words of a row of queries; for int8 its scale comes last. */
+INLINE long CBGEN(query_words)(const struct attention *a) { return CBGEN(words)(a->kind, a->dim) + (a->kind == KV_INT8); }
 
-/* LANES elements of a page, from element i of `from` on, as float32; int8 without its scale. */
+/* LANES words of a page, from word i of `from` on, as wide as they are multiplied. */
 INLINE vf CBGEN(load_kv)(const int kind, const char *from, long i) {
     if (kind == KV_FLOAT32) return CBGEN(load)((const float *)from + i);
-    if (kind == KV_BFLOAT16) {
-        vu16 half;
-        memcpy(&half, (const uint16_t *)from + i, sizeof half);
-        return (vf)(__builtin_convertvector(half, vi) << 16);
-    }
-#if CBGEN_LANES == 16
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(from + i))));
-#elif CBGEN_LANES == 8
-    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(from + i))));
-#else
-    vf out;
-    for (int lane = 0; lane < LANES; lane++) out[lane] = ((const int8_t *)from)[i + lane];
-    return out;
-#endif
+    if (kind == KV_INT8) return (vf)CBGEN(widen)((const int8_t *)from + 2 * i);
+    vu16 half;
+    memcpy(&half, (const uint16_t *)from + i, sizeof half);
+    return (vf)(__builtin_convertvector(half, vi) << 16);
 }
 
-/* Part of a sum over k: `k` steps over columns `a` on of the left factor and over rows of the right one, from `b` on.
+INLINE vf CBGEN(multiply_add)(const int kind, vf sums, vf left, vf right) {
+    return kind == KV_INT8 ? (vf)CBGEN(pairs)((vi)sums, (vi)left, (vi)right) : sums + left * right;
+}
+
+/* The word at p in every lane. */
+INLINE vf CBGEN(splat_word)(const float *p) {
+    int32_t word;
+    memcpy(&word, p, 4);
+    return (vf)((vi){0} + word);
+}
+
+/* Part of a sum: `k` steps over words `a` on of the left factor and over rows of words of the right one, from `b` on.
  * Meanwhile `fetched` bytes from `next` on are fetched, evenly: what the phase after this one reads. */
 struct CBGEN(piece) {
     const char *b;
@@ -60,12 +70,12 @@ INLINE void CBGEN(step)(const int kind, const int rows, const int wide, const fl
     if (rows < wide) {
         vf left[ROWS];
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) left[r] = CBGEN(splat)(a[r * lda]);
+        for (int r = 0; r < rows; r++) left[r] = CBGEN(splat_word)(a + r * lda);
 #pragma GCC unroll 4
         for (int v = 0; v < wide; v++) {
             vf right = CBGEN(load_kv)(kind, b, from + at[v]);
 #pragma GCC unroll 16
-            for (int r = 0; r < rows; r++) sums[r][v] += left[r] * right;
+            for (int r = 0; r < rows; r++) sums[r][v] = CBGEN(multiply_add)(kind, sums[r][v], left[r], right);
         }
     } else {
         vf right[2 * VECTORS];
@@ -73,15 +83,15 @@ INLINE void CBGEN(step)(const int kind, const int rows, const int wide, const fl
         for (int v = 0; v < wide; v++) right[v] = CBGEN(load_kv)(kind, b, from + at[v]);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
-            vf left = CBGEN(splat)(a[r * lda]);
+            vf left = CBGEN(splat_word)(a + r * lda);
 #pragma GCC unroll 4
-            for (int v = 0; v < wide; v++) sums[r][v] += left * right[v];
+            for (int v = 0; v < wide; v++) sums[r][v] = CBGEN(multiply_add)(kind, sums[r][v], left, right[v]);
         }
     }
 }
 
 /* out [rows, `wide` vectors] = the sum over all pieces of a [rows, k] times b [k, wide vectors], whose vector v of step i
- * is at element i * step + at[v]. Only the first `vectors` of them are stored. */
+ * is at word i * step + at[v]. Only the first `vectors` of them are stored, for int8 as integers. */
 INLINE void CBGEN(product_tile)(const int kind, const int rows, const int wide, const float *a, long lda,
                                 const struct CBGEN(piece) *pieces, long num_pieces, long step, const long *at, int vectors,
                                 struct share share, float *out, long ldo) {
@@ -145,68 +155,90 @@ static void CBGEN(product)(int kind, long rows, const float *a, long lda, const 
     }
 }
 
-/* `count` elements, a multiple of LANES, as float32. */
-static const char *CBGEN(as_float)(int kind, const char *from, long count, float *to) {
-    if (kind == KV_BFLOAT16)
-        for (long i = 0; i < count; i += LANES) CBGEN(put)(to + i, CBGEN(load_kv)(KV_BFLOAT16, from, i));
-    else
-        for (long i = 0; i < count; i += LANES) CBGEN(put)(to + i, CBGEN(load_kv)(KV_INT8, from, i));
+/* `count` words of bfloat16, a multiple of LANES, as float32. */
+static const char *CBGEN(as_float)(const char *from, long count, float *to) {
+    for (long i = 0; i < count; i += LANES) CBGEN(put)(to + i, CBGEN(load_kv)(KV_BFLOAT16, from, i));
     return (const char *)to;
 }
 
 /* Whether so many rows are worth a copy of what they read in float32. */
-INLINE int CBGEN(copies)(const struct attention *a, long rows) { return a->kind != KV_FLOAT32 && rows > ROWS; }
+INLINE int CBGEN(copies)(const struct attention *a, long rows) { return a->kind == KV_BFLOAT16 && rows > ROWS; }
 
 /* The most vectors of one row of a product: of the slots of a page, or of a head. */
 #define MAX_VECTORS 64
 
+/* Scores from sums of products of levels, with the scales of keys [slots]. */
+INLINE void CBGEN(scale_scores)(const struct attention *a, const float *query, const float *scales, float *scores) {
+    vf own = CBGEN(splat_word)(query + CBGEN(words)(KV_INT8, a->dim)) * a->scaling;
+    for (long i = 0; i < a->slots; i += LANES)
+        CBGEN(put)(scores + i, __builtin_convertvector(CBGEN(load_int)(scores + i), vf) * own * CBGEN(load)(scales + i));
+}
+
 /* scores [rows, slots] of the places of one page. */
 static void CBGEN(page_scores)(const struct attention *a, const char *page, long head, long rows, struct CBGEN(scratch) *s,
                                const float *query, float *scores, long ld) {
-    long tile = a->dim * TILE, elements = a->slots * a->dim;
-    long bytes = CBGEN(element_bytes)(a->kind), values = a->slots * a->padded_dim * bytes;
-    struct CBGEN(piece) piece = {page + head * elements * bytes, 0, a->dim, page + a->values + head * values, values};
+    long words = CBGEN(words)(a->kind, a->dim), bytes = CBGEN(word_bytes)(a->kind), width = CBGEN(query_words)(a);
+    long values = a->slots * CBGEN(words)(a->kind, a->padded_dim) * bytes;
+    struct CBGEN(piece) piece = {page + head * a->slots * words * bytes, 0, words, page + a->values + head * values, values};
     int kind = a->kind;
-    if (CBGEN(copies)(a, rows)) piece.b = CBGEN(as_float)(kind, piece.b, elements, s->tile), kind = KV_FLOAT32;
+    if (CBGEN(copies)(a, rows)) piece.b = CBGEN(as_float)(piece.b, a->slots * words, s->tile), kind = KV_FLOAT32;
     for (long slot = 0; slot < a->slots; slot += MAX_VECTORS * LANES) {
         long at[MAX_VECTORS + 2 * VECTORS], most = MAX_VECTORS * LANES;
         long slots = a->slots - slot < most ? a->slots - slot : most;
         for (long v = 0; v < slots / LANES + 2 * VECTORS; v++) {
             long own = v < slots / LANES ? slot + v * LANES : slot;
-            at[v] = own / TILE * tile + own % TILE;
+            at[v] = own / TILE * TILE * words + own % TILE;
         }
-        CBGEN(product)(kind, rows, query, a->dim, &piece, 1, TILE, at, slots / LANES, scores + slot, ld);
+        CBGEN(product)(kind, rows, query, width, &piece, 1, TILE, at, slots / LANES, scores + slot, ld);
     }
-    if (a->kind == KV_INT8) {
-        const float *scales = (const float *)(page + a->key_scales) + head * a->slots;
-        for (long r = 0; r < rows; r++)
-            for (long i = 0; i < a->slots; i += LANES)
-                CBGEN(put)(scores + r * ld + i, CBGEN(load)(scores + r * ld + i) * CBGEN(load)(scales + i));
+    const float *scales = (const float *)(page + a->key_scales) + head * a->slots;
+    for (long r = 0; kind == KV_INT8 && r < rows; r++) CBGEN(scale_scores)(a, query + r * width, scales, scores + r * ld);
+}
+
+/* Weights [pages, slots] of one row times the scales of their values become levels of 16 bits in their place; gives what a
+ * level stands for. A place of weight 0 may hold anything. */
+static float CBGEN(weight_levels)(const struct attention *a, const int64_t *pages, long num_pages, long head, float *weights) {
+    const long most_levels = INT32_MAX / 127 / (a->split_pages * a->slots);
+    const float limit = most_levels < INT16_MAX ? most_levels : INT16_MAX;
+    vf most = {0}, strange = {0};
+    for (long p = 0; p < num_pages; p++) {
+        const float *scales = (const float *)(a->pages + pages[p] * a->page_bytes + a->value_scales) + head * a->slots;
+        for (long i = 0; i < a->slots; i += LANES) {
+            vf weight = CBGEN(load)(weights + p * a->slots + i);
+            vf scaled = CBGEN(choose)(weight == 0.0f, weight, weight * CBGEN(load)(scales + i));
+            CBGEN(put)(weights + p * a->slots + i, scaled);
+            most = CBGEN(max)(scaled, most);
+            strange += scaled * 0;
+        }
     }
+    float largest = CBGEN(sum)(strange) == 0 ? CBGEN(largest)(most) : NAN;
+    vf inverse = CBGEN(splat)(CBGEN(level_factor)(largest, limit));
+    for (long i = 0; i < num_pages * a->slots; i += LANES) {
+        vf scaled = CBGEN(load)(weights + i);
+        CBGEN(put_levels)((int16_t *)weights + i, largest == largest ? CBGEN(round)(scaled * inverse) : (vi){0});
+    }
+    return largest / limit;
 }
 
 /* part [rows, padded_dim] = weights [rows, split slots] times the values of one split: tokens `from` to `to` of it. The
  * keys of the first `num_next` pages of the next split are fetched. */
 static void CBGEN(split_values)(const struct attention *a, const int64_t *pages, long head, long from, long to, long rows,
-                                const int64_t *next, long num_next, struct CBGEN(scratch) *s, float *weights, long ld,
-                                float *part) {
-    long width = a->padded_dim, bytes = CBGEN(element_bytes)(a->kind), keys = a->slots * a->dim * bytes, count = 0;
-    int kind = a->kind, copies = CBGEN(copies)(a, rows);
+                                const int64_t *next, long num_next, struct CBGEN(scratch) *s, const float *weights, long ld,
+                                const float *factors, float *part) {
+    long width = a->padded_dim, bytes = CBGEN(word_bytes)(a->kind), count = 0, copies = CBGEN(copies)(a, rows);
+    long each = a->kind == KV_INT8 ? 2 : 1, words = a->slots / each; /* tokens of a word, words of a column of a page */
+    long keys = a->slots * CBGEN(words)(a->kind, a->dim) * bytes;
+    int kind = copies ? KV_FLOAT32 : (int)a->kind;
     struct CBGEN(piece) pieces[MAX_SPLIT];
     float *copy = s->tile;
     for (long first = from / a->page_size * a->page_size; first < to; first += a->page_size, count++) {
-        long p = first / a->page_size, begin = first < from ? from - first : 0;
+        long p = first / a->page_size, begin = first < from ? (from - first) / each : 0;
         long end = to - first < a->page_size ? to - first : a->page_size;
         const char *page = a->pages + pages[p] * a->page_bytes;
-        const char *values = page + a->values + head * a->slots * width * bytes;
-        if (a->kind == KV_INT8) {
-            const float *scales = (const float *)(page + a->value_scales) + head * a->slots;
-            for (long r = 0; r < rows; r++)
-                for (long i = begin; i < end; i++) weights[r * ld + p * a->slots + i] *= scales[i];
-        }
-        if (copies) values = CBGEN(as_float)(kind, values, a->slots * width, copy), copy += a->slots * width;
-        values += begin * TILE * (copies ? 4 : bytes);
-        pieces[count] = (struct CBGEN(piece)){values, p * a->slots + begin, end - begin, page, 0};
+        const char *values = page + a->values + head * words * width * bytes;
+        if (copies) values = CBGEN(as_float)(values, words * width, copy), copy += words * width;
+        values += begin * TILE * CBGEN(word_bytes)(kind);
+        pieces[count] = (struct CBGEN(piece)){values, p * words + begin, (end + each - 1) / each - begin, page, 0};
         if (count < num_next) {
             pieces[count].next = a->pages + next[count] * a->page_bytes + head * keys;
             pieces[count].fetched = keys;
@@ -217,11 +249,15 @@ static void CBGEN(split_values)(const struct attention *a, const int64_t *pages,
         long columns = width - column < most ? width - column : most;
         for (long v = 0; v < columns / LANES + 2 * VECTORS; v++) {
             long own = v < columns / LANES ? column + v * LANES : column;
-            at[v] = own / TILE * a->slots * TILE + own % TILE;
+            at[v] = own / TILE * words * TILE + own % TILE;
         }
-        CBGEN(product)(copies ? KV_FLOAT32 : kind, rows, weights, ld, pieces, count, TILE, at, columns / LANES, part + column,
-                       width);
+        CBGEN(product)(kind, rows, weights, ld, pieces, count, TILE, at, columns / LANES, part + column, width);
     }
+    for (long r = 0; kind == KV_INT8 && r < rows; r++)
+        for (long i = 0; i < width; i += LANES) {
+            float *own = part + r * width + i;
+            CBGEN(put)(own, __builtin_convertvector(CBGEN(load_int)(own), vf) * factors[r]);
+        }
 }
 
 /* scores [slots], of which only `low` to `high` are visible and seen, become weights; their sum and largest score. */
@@ -258,7 +294,7 @@ INLINE void CBGEN(hide)(const struct attention *a, float *scores, long first_tok
 
 /* The keys of one head of a page that is not read by what was fetched before. */
 INLINE void CBGEN(fetch_keys)(const struct attention *a, const char *page, long head) {
-    long bytes = a->slots * a->dim * CBGEN(element_bytes)(a->kind);
+    long bytes = a->slots * CBGEN(words)(a->kind, a->dim) * CBGEN(word_bytes)(a->kind);
     for (long byte = 0; byte < bytes; byte += 64) __builtin_prefetch(page + head * bytes + byte, 0, 2);
 }
 
@@ -287,19 +323,20 @@ static void CBGEN(attend_split)(const struct attention *a, const int64_t *table,
         for (long h = 0; h < heads; h++) {
             if (first && h + 1 < heads) CBGEN(fetch_keys)(a, page, head + h + 1);
             else if (first && p + 1 < pages) CBGEN(fetch_keys)(a, a->pages + own[p + 1] * a->page_bytes, head);
-            CBGEN(page_scores)(a, page, head + h, rows, s, s->query + h * rows * a->dim,
+            CBGEN(page_scores)(a, page, head + h, rows, s, s->query + h * rows * CBGEN(query_words)(a),
                                s->scores + h * rows * ld + p * a->slots, ld);
         }
     }
     for (long r = 0; r < heads * rows; r++) {
         CBGEN(hide)(a, s->scores + r * ld, begin, pages, s->low[r % rows], s->high[r % rows]);
         CBGEN(softmax_row)(a, s->scores + r * ld, pages * a->slots, s->part_max + r, s->part_sum + r);
+        if (a->kind == KV_INT8) s->factors[r] = CBGEN(weight_levels)(a, own, pages, head + r / rows, s->scores + r * ld);
     }
     int64_t next = high - (split + 1) * split_tokens;
     long num_next = next > 0 ? (next + a->page_size - 1) / a->page_size : 0;
     for (long h = 0; h < heads; h++)
         CBGEN(split_values)(a, own, head + h, low > begin ? low - begin : 0, end - begin, rows, own + pages, num_next, s,
-                            s->scores + h * rows * ld, ld, s->part + h * rows * a->padded_dim);
+                            s->scores + h * rows * ld, ld, s->factors + h * rows, s->part + h * rows * a->padded_dim);
 }
 
 /* Folds a split into the state of one row; both [padded_dim]. */
@@ -328,12 +365,16 @@ INLINE void CBGEN(clear)(const struct attention *a, long rows, struct CBGEN(scra
  * rows of further KV heads come after it. */
 INLINE void CBGEN(load_rows)(const struct attention *a, const int64_t *tokens, long num_tokens, long head, long heads,
                              struct CBGEN(scratch) *s) {
+    const long width = CBGEN(query_words)(a), limit = INT32_MAX / 127 / (2 * width);
     float *to = s->query;
     for (long h = head; h < head + heads; h++)
         for (long t = 0; t < num_tokens; t++)
-            for (long g = 0; g < a->group; g++, to += a->dim) {
+            for (long g = 0; g < a->group; g++, to += width) {
                 const float *from = a->query + tokens[t] * a->query_token + (h * a->group + g) * a->query_head;
-                for (long i = 0; i < a->dim; i++) to[i] = from[i] * a->scaling;
+                if (a->kind == KV_INT8)
+                    CBGEN(quantize_row)(from, a->dim, 0, limit < INT16_MAX ? limit : INT16_MAX, (int16_t *)to);
+                else
+                    for (long i = 0; i < a->dim; i++) to[i] = from[i] * a->scaling;
             }
 }
 
@@ -445,11 +486,12 @@ INLINE float *CBGEN(take)(char **at, long count) {
 INLINE struct CBGEN(scratch) CBGEN(scratch_at)(const struct attention *a, char *at) {
     long rows = a->max_rows;
     struct CBGEN(scratch) s;
-    s.query = CBGEN(take)(&at, rows * a->dim);
+    s.query = CBGEN(take)(&at, rows * CBGEN(query_words)(a));
     s.scores = CBGEN(take)(&at, rows * a->split_pages * a->slots);
     s.part = CBGEN(take)(&at, rows * a->padded_dim);
     s.state = CBGEN(take)(&at, rows * a->padded_dim);
     s.tile = CBGEN(take)(&at, a->split_pages * a->slots * a->padded_dim);
+    s.factors = CBGEN(take)(&at, rows);
     s.part_max = CBGEN(take)(&at, rows), s.part_sum = CBGEN(take)(&at, rows);
     s.state_max = CBGEN(take)(&at, rows), s.state_sum = CBGEN(take)(&at, rows);
     s.low = (int64_t *)CBGEN(take)(&at, 2 * rows), s.high = (int64_t *)CBGEN(take)(&at, 2 * rows);

@@ -132,7 +132,9 @@ struct workspace {
    to whole tiles, `padded_dim` is dim rounded up to whole tiles.
 
        keys          [kv_heads, slots / TILE, dim, TILE]
+         in int8     [kv_heads, slots / TILE, key_dim / 2, TILE, 2]    key_dim: dim rounded up to a multiple of 4
        values        [kv_heads, padded_dim / TILE, slots, TILE]        at byte `values`
+         in int8     [kv_heads, padded_dim / TILE, slots / 2, TILE, 2]
        key scales    float32 [kv_heads, slots]                         at byte `key_scales`
        value scales  float32 [kv_heads, slots]                         at byte `value_scales`
 

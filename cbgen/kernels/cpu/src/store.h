@@ -29,27 +29,36 @@ static void CBGEN(convert_row)(int64_t kind, const float *from, long dim, long p
     }
 }
 
-/* to[i * TILE] = from[i], elements of so many bytes. */
+/* to[i * TILE] = from[i], words of so many bytes. */
 INLINE void CBGEN(spread)(int64_t bytes, const char *from, long count, char *to) {
     if (bytes == 4)
         for (long i = 0; i < count; i++) ((float *)to)[i * TILE] = ((const float *)from)[i];
-    else if (bytes == 2)
-        for (long i = 0; i < count; i++) ((uint16_t *)to)[i * TILE] = ((const uint16_t *)from)[i];
     else
-        for (long i = 0; i < count; i++) to[i * TILE] = from[i];
+        for (long i = 0; i < count; i++) ((uint16_t *)to)[i * TILE] = ((const uint16_t *)from)[i];
+}
+
+/* The value of one token, row [padded_dim], from `to` on, where its page has the values of the head; in int8 a token is one
+ * half of a word. */
+INLINE void CBGEN(put_value)(const struct attention *a, int64_t slot, const char *row, char *to) {
+    long bytes = a->kind == KV_FLOAT32 ? 4 : a->kind == KV_BFLOAT16 ? 2 : 1;
+    for (long i = 0; i < a->padded_dim; i += TILE, to += a->slots * TILE * bytes)
+        if (a->kind != KV_INT8) memcpy(to + slot * TILE * bytes, row + i * bytes, TILE * bytes);
+        else
+            for (long lane = 0; lane < TILE; lane++) to[(slot / 2 * TILE + lane) * 2 + slot % 2] = row[i + lane];
 }
 
 /* Where the key of one token begins, that of head h. */
 INLINE char *CBGEN(key_place)(const struct attention *a, char *page, int64_t slot, long h) {
-    return page + ((h * a->slots + slot / TILE * TILE) * a->dim + slot % TILE) * CBGEN(element_bytes)(a->kind);
+    long words = CBGEN(words)(a->kind, a->dim);
+    return page + ((h * a->slots + slot / TILE * TILE) * words + slot % TILE) * CBGEN(word_bytes)(a->kind);
 }
 
 /* A key touches a line of the cache for each of its numbers, most of them far away: they are asked for one token early. */
 INLINE void CBGEN(fetch_places)(const struct attention *a, char *page, int64_t slot) {
-    long step = TILE * CBGEN(element_bytes)(a->kind);
+    long step = TILE * CBGEN(word_bytes)(a->kind), words = CBGEN(words)(a->kind, a->dim);
     for (long h = 0; h < a->kv_heads; h++) {
         char *key = CBGEN(key_place)(a, page, slot, h);
-        for (long byte = 0; byte < a->dim * step; byte += 64) __builtin_prefetch(key + byte, 1);
+        for (long byte = 0; byte < words * step; byte += 64) __builtin_prefetch(key + byte, 1);
     }
 }
 
@@ -57,21 +66,20 @@ INLINE void CBGEN(fetch_places)(const struct attention *a, char *page, int64_t s
 EXPORT void CBGEN(store)(const struct attention *a, char *pages, const float *key, int64_t key_token, int64_t key_head,
                          const float *value, int64_t value_token, int64_t value_head, int64_t num_tokens,
                          const int64_t *write_pages, const int64_t *write_offsets) {
-    long bytes = CBGEN(element_bytes)(a->kind);
+    long bytes = CBGEN(word_bytes)(a->kind), words = CBGEN(words)(a->kind, a->dim), head_bytes = a->slots * a->padded_dim * bytes;
+    if (a->kind == KV_INT8) head_bytes /= 2;
 #pragma omp parallel for schedule(static) if (num_tokens > 8)
     for (long t = 0; t < num_tokens; t++) {
-        char *page = pages + write_pages[t] * a->page_bytes, row[a->padded_dim * bytes];
+        char *page = pages + write_pages[t] * a->page_bytes, row[a->padded_dim * 4];
         int64_t slot = write_offsets[t];
         if (t + 1 < num_tokens) CBGEN(fetch_places)(a, pages + write_pages[t + 1] * a->page_bytes, write_offsets[t + 1]);
         for (long h = 0; h < a->kv_heads; h++) {
-            char *values = page + a->values + (h * a->slots * a->padded_dim + slot * TILE) * bytes;
             float *key_scale = (float *)(page + a->key_scales) + h * a->slots + slot;
             float *value_scale = (float *)(page + a->value_scales) + h * a->slots + slot;
             CBGEN(convert_row)(a->kind, key + t * key_token + h * key_head, a->dim, a->padded_dim, row, key_scale);
-            CBGEN(spread)(bytes, row, a->dim, CBGEN(key_place)(a, page, slot, h));
+            CBGEN(spread)(bytes, row, words, CBGEN(key_place)(a, page, slot, h));
             CBGEN(convert_row)(a->kind, value + t * value_token + h * value_head, a->dim, a->padded_dim, row, value_scale);
-            for (long i = 0; i < a->padded_dim; i += TILE)
-                memcpy(values + i * a->slots * bytes, row + i * bytes, TILE * bytes);
+            CBGEN(put_value)(a, slot, row, page + a->values + h * head_bytes);
         }
     }
 }
