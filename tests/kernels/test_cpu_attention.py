@@ -96,6 +96,20 @@ def test_rings_over_a_whole_life(isa: str, kv_dtype: torch.dtype, window: int) -
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("page_size, head_dim", [(2048, 16), (16, 20), (16, 3), (16, 256)])
+def test_int8_sums_do_not_overflow(isa: str, page_size: int, head_dim: int) -> None:
+    """Every level of queries, keys, weights and values at its limit, over one split and over several."""
+    bench = PagedBench(isa, Kind(page_size=page_size, head_dim=head_dim, kv_dtype=torch.int8), 200)
+    own = bench.sequence(2000, 0)
+    for half in (own.queries, own.keys, own.values):
+        half.fill_(1.0)
+    own.queries[1::2] = -1.0
+    for length in (1990, 2):
+        for output in bench.attend([(own, length)]):
+            torch.testing.assert_close(output, torch.ones_like(output), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_a_pass_writes_its_own_tokens_alone(isa: str) -> None:
     """Storing a pass or its pieces one by one leaves the same bytes; nothing outside is touched."""
     whole, pieces = (PagedBench(isa, Kind(page_size=5, head_dim=20), NUM_PAGES) for _ in range(2))

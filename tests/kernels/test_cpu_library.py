@@ -100,7 +100,10 @@ def test_constants_are_those_of_c(tmp_path: Path) -> None:
         "TILE": attention.TILE,
         "MAX_SPLIT": attention.SPLIT_TOKENS,
         "WEIGHT_FLOAT32": linear.FLOAT32_WEIGHT,
-        "WEIGHT_INTEGER": linear.INTEGER_WEIGHT,
+        "WEIGHT_WORDS": linear.WORDS_WEIGHT,
+        "WEIGHT_BYTES": linear.BYTES_WEIGHT,
+        "WIDE_GAP": linear.WIDE_GAP,
+        "GROUP": linear.GROUP,
     }
     checks = "\n".join(f'_Static_assert({name} == {value}, "{name}");' for name, value in constants.items())
     program = tmp_path / "constants.c"

@@ -116,7 +116,7 @@ class PagedAttention:
         self.name = f"c-{library.isa}"
         self._heads = num_heads
         slots, padded_dim = (align_bytes(count, TILE) for count in (page_size, head_dim))
-        # Keys in int8 lie in pairs, filled up as quantized queries are.
+        # Keys in int8 lie in fours, filled up as quantized queries are.
         key_dim = align_bytes(head_dim, 4) if kv_dtype == torch.int8 else head_dim
         key_bytes = num_kv_heads * slots * key_dim * kv_dtype.itemsize
         value_bytes = num_kv_heads * slots * padded_dim * kv_dtype.itemsize
@@ -407,6 +407,6 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _scratch_bytes(rows: int, dim: int, padded_dim: int, split_slots: int) -> int:
     """What a thread needs, in the order of struct scratch of attention.h, each part from a multiple of 64 bytes on."""
-    query = rows * (dim + 3)  # or for int8, half as many numbers, filled up, and a scale
+    query = rows * (dim + 2)  # or for int8, a quarter as many numbers and two more
     counts = [query, rows * split_slots, rows, rows * padded_dim, rows * padded_dim, split_slots * padded_dim]
     return sum(align_bytes(4 * count) for count in [*counts, *[rows] * 4, 2 * rows, 2 * rows])

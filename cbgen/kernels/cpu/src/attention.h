@@ -12,12 +12,13 @@
    attended by the rows of all of them at once, and single splits of long requests when there are few; then every request
    goes on from there.
 
-   KV in int8 is multiplied in integers: a row of queries, and the weights of a row in a split, become levels of 16 bits with
-   one scale, so that sums of products with levels of KV are exact. What both products go through are words: a number of
-   float32 or bfloat16, or two neighbours of int8 along the sum. */
+   KV in int8 is multiplied in integers: a row of queries becomes levels of 8 bits, and the weights of a row in a split levels
+   of 16 bits, since most of them are far smaller than the largest; sums of products with levels of KV are then exact. What
+   both products go through are words: a number of float32 or bfloat16, or neighbours along the sum in int8, four of keys
+   (unsigned, 128 added, see grouped.h) and two of values. */
 
 struct CBGEN(scratch) {
-    float *query;   /* [rows, query_words]: scaled, or for int8 levels and their scale */
+    float *query;   /* [rows, query_words]: scaled, or for int8 levels, their scale, and what a sum with them starts from */
     float *scores;  /* [rows, split slots]: scores, then weights, for int8 as levels in the first half of a row */
     float *factors; /* [rows]: for int8, what a level of a weight stands for */
     float *part;    /* [rows, padded_dim]: of one split */
@@ -27,15 +28,26 @@ struct CBGEN(scratch) {
     int64_t *low, *high; /* [rows]: the tokens that a row sees, high excluded */
 };
 
+/* How keys are multiplied; values are as their pages say. */
+INLINE int CBGEN(key_kind)(const struct attention *a) { return a->kind == KV_INT8 ? KEYS_INT8 : (int)a->kind; }
 /* Bytes of a word in a page, and how many words a sum over `count` numbers goes through. */
-INLINE long CBGEN(word_bytes)(const int kind) { return kind == KV_FLOAT32 ? 4 : 2; }
-INLINE long CBGEN(words)(const int kind, long count) { return kind == KV_INT8 ? CBGEN(depth_of)(count) / 2 : count; }
-/* Words of a row of queries; for int8 its scale comes last. */
-INLINE long CBGEN(query_words)(const struct attention *a) { return CBGEN(words)(a->kind, a->dim) + (a->kind == KV_INT8); }
+INLINE long CBGEN(word_bytes)(const int kind) { return kind == KV_FLOAT32 || kind == KEYS_INT8 ? 4 : 2; }
+INLINE long CBGEN(words)(const int kind, long count) {
+    return kind == KEYS_INT8 ? CBGEN(depth_of)(count) / 4 : kind == KV_INT8 ? count / 2 : count;
+}
+INLINE long CBGEN(key_words)(const struct attention *a) { return CBGEN(words)(CBGEN(key_kind)(a), a->dim); }
+INLINE long CBGEN(key_bytes)(const struct attention *a) { /* of one head of a page */
+    return a->slots * CBGEN(key_words)(a) * CBGEN(word_bytes)(CBGEN(key_kind)(a));
+}
+INLINE long CBGEN(value_bytes)(const struct attention *a) {
+    return a->padded_dim * CBGEN(words)(a->kind, a->slots) * CBGEN(word_bytes)(a->kind);
+}
+/* Words of a row of queries. */
+INLINE long CBGEN(query_words)(const struct attention *a) { return CBGEN(key_words)(a) + (a->kind == KV_INT8 ? 2 : 0); }
 
 /* LANES words of a page, from word i of `from` on, as wide as they are multiplied. */
 INLINE vf CBGEN(load_kv)(const int kind, const char *from, long i) {
-    if (kind == KV_FLOAT32) return CBGEN(load)((const float *)from + i);
+    if (kind == KV_FLOAT32 || kind == KEYS_INT8) return CBGEN(load)((const float *)from + i);
     if (kind == KV_INT8) return (vf)CBGEN(widen)((const int8_t *)from + 2 * i);
     vu16 half;
     memcpy(&half, (const uint16_t *)from + i, sizeof half);
@@ -43,6 +55,7 @@ INLINE vf CBGEN(load_kv)(const int kind, const char *from, long i) {
 }
 
 INLINE vf CBGEN(multiply_add)(const int kind, vf sums, vf left, vf right) {
+    if (kind == KEYS_INT8) return (vf)CBGEN(quads)((vi)sums, (vi)right, (vi)left);
     return kind == KV_INT8 ? (vf)CBGEN(pairs)((vi)sums, (vi)left, (vi)right) : sums + left * right;
 }
 
@@ -149,6 +162,7 @@ static void CBGEN(product)(int kind, long rows, const float *a, long lda, const 
     CBGEN(product_rows)(k, block, wide, a + r * lda, lda, pieces, num_pieces, step, at + v, count, share, to, ldo)
             if (kind == KV_FLOAT32) WITH(KV_FLOAT32);
             else if (kind == KV_BFLOAT16) WITH(KV_BFLOAT16);
+            else if (kind == KEYS_INT8) WITH(KEYS_INT8);
             else WITH(KV_INT8);
 #undef WITH
         }
@@ -167,20 +181,39 @@ INLINE int CBGEN(copies)(const struct attention *a, long rows) { return a->kind 
 /* The most vectors of one row of a product: of the slots of a page, or of a head. */
 #define MAX_VECTORS 64
 
+/* A query [dim] -> levels of 8 bits, their scale, and -128 times their sum. One with NaN or infinity has NaN for its scale. */
+static void CBGEN(query_levels)(const struct attention *a, const float *from, float *to) {
+    long depth = CBGEN(depth_of)(a->dim);
+    float largest = CBGEN(largest_size)(from, 0, a->dim);
+    vf inverse = CBGEN(splat)(CBGEN(level_factor)(largest, 127));
+    vi total = {0};
+    for (long i = 0; i < depth; i += LANES) {
+        vi whole = largest == largest ? CBGEN(round)(CBGEN(scaled_input)(from, 0, i, a->dim) * inverse) : (vi){0};
+        vu8 narrow = __builtin_convertvector(whole, vu8);
+        memcpy((char *)to + i, &narrow, depth - i < LANES ? depth - i : LANES);
+        total += whole;
+    }
+    int32_t start = -128 * CBGEN(sum_int)(total);
+    to[depth / 4] = largest / 127 * a->scaling;
+    memcpy(to + depth / 4 + 1, &start, 4);
+}
+
 /* Scores from sums of products of levels, with the scales of keys [slots]. */
 INLINE void CBGEN(scale_scores)(const struct attention *a, const float *query, const float *scales, float *scores) {
-    vf own = CBGEN(splat_word)(query + CBGEN(words)(KV_INT8, a->dim)) * a->scaling;
-    for (long i = 0; i < a->slots; i += LANES)
-        CBGEN(put)(scores + i, __builtin_convertvector(CBGEN(load_int)(scores + i), vf) * own * CBGEN(load)(scales + i));
+    const float *last = query + CBGEN(key_words)(a);
+    vf own = CBGEN(splat_word)(last), start = CBGEN(splat_word)(last + 1);
+    for (long i = 0; i < a->slots; i += LANES) {
+        vi sum = CBGEN(load_int)(scores + i) + (vi)start;
+        CBGEN(put)(scores + i, __builtin_convertvector(sum, vf) * own * CBGEN(load)(scales + i));
+    }
 }
 
 /* scores [rows, slots] of the places of one page. */
 static void CBGEN(page_scores)(const struct attention *a, const char *page, long head, long rows, struct CBGEN(scratch) *s,
                                const float *query, float *scores, long ld) {
-    long words = CBGEN(words)(a->kind, a->dim), bytes = CBGEN(word_bytes)(a->kind), width = CBGEN(query_words)(a);
-    long values = a->slots * CBGEN(words)(a->kind, a->padded_dim) * bytes;
-    struct CBGEN(piece) piece = {page + head * a->slots * words * bytes, 0, words, page + a->values + head * values, values};
-    int kind = a->kind;
+    long words = CBGEN(key_words)(a), width = CBGEN(query_words)(a), values = CBGEN(value_bytes)(a);
+    struct CBGEN(piece) piece = {page + head * CBGEN(key_bytes)(a), 0, words, page + a->values + head * values, values};
+    int kind = CBGEN(key_kind)(a);
     if (CBGEN(copies)(a, rows)) piece.b = CBGEN(as_float)(piece.b, a->slots * words, s->tile), kind = KV_FLOAT32;
     for (long slot = 0; slot < a->slots; slot += MAX_VECTORS * LANES) {
         long at[MAX_VECTORS + 2 * VECTORS], most = MAX_VECTORS * LANES;
@@ -192,7 +225,7 @@ static void CBGEN(page_scores)(const struct attention *a, const char *page, long
         CBGEN(product)(kind, rows, query, width, &piece, 1, TILE, at, slots / LANES, scores + slot, ld);
     }
     const float *scales = (const float *)(page + a->key_scales) + head * a->slots;
-    for (long r = 0; kind == KV_INT8 && r < rows; r++) CBGEN(scale_scores)(a, query + r * width, scales, scores + r * ld);
+    for (long r = 0; kind == KEYS_INT8 && r < rows; r++) CBGEN(scale_scores)(a, query + r * width, scales, scores + r * ld);
 }
 
 /* Weights [pages, slots] of one row times the scales of their values become levels of 16 bits in their place; gives what a
@@ -226,8 +259,8 @@ static void CBGEN(split_values)(const struct attention *a, const int64_t *pages,
                                 const int64_t *next, long num_next, struct CBGEN(scratch) *s, const float *weights, long ld,
                                 const float *factors, float *part) {
     long width = a->padded_dim, bytes = CBGEN(word_bytes)(a->kind), count = 0, copies = CBGEN(copies)(a, rows);
-    long each = a->kind == KV_INT8 ? 2 : 1, words = a->slots / each; /* tokens of a word, words of a column of a page */
-    long keys = a->slots * CBGEN(words)(a->kind, a->dim) * bytes;
+    long words = CBGEN(words)(a->kind, a->slots), each = a->slots / words; /* words of a column of a page, tokens of each */
+    long keys = CBGEN(key_bytes)(a);
     int kind = copies ? KV_FLOAT32 : (int)a->kind;
     struct CBGEN(piece) pieces[MAX_SPLIT];
     float *copy = s->tile;
@@ -294,7 +327,7 @@ INLINE void CBGEN(hide)(const struct attention *a, float *scores, long first_tok
 
 /* The keys of one head of a page that is not read by what was fetched before. */
 INLINE void CBGEN(fetch_keys)(const struct attention *a, const char *page, long head) {
-    long bytes = a->slots * CBGEN(words)(a->kind, a->dim) * CBGEN(word_bytes)(a->kind);
+    long bytes = CBGEN(key_bytes)(a);
     for (long byte = 0; byte < bytes; byte += 64) __builtin_prefetch(page + head * bytes + byte, 0, 2);
 }
 
@@ -365,14 +398,13 @@ INLINE void CBGEN(clear)(const struct attention *a, long rows, struct CBGEN(scra
  * rows of further KV heads come after it. */
 INLINE void CBGEN(load_rows)(const struct attention *a, const int64_t *tokens, long num_tokens, long head, long heads,
                              struct CBGEN(scratch) *s) {
-    const long width = CBGEN(query_words)(a), limit = INT32_MAX / 127 / (2 * width);
+    const long width = CBGEN(query_words)(a);
     float *to = s->query;
     for (long h = head; h < head + heads; h++)
         for (long t = 0; t < num_tokens; t++)
             for (long g = 0; g < a->group; g++, to += width) {
                 const float *from = a->query + tokens[t] * a->query_token + (h * a->group + g) * a->query_head;
-                if (a->kind == KV_INT8)
-                    CBGEN(quantize_row)(from, a->dim, 0, limit < INT16_MAX ? limit : INT16_MAX, (int16_t *)to);
+                if (a->kind == KV_INT8) CBGEN(query_levels)(a, from, to);
                 else
                     for (long i = 0; i < a->dim; i++) to[i] = from[i] * a->scaling;
             }
@@ -438,7 +470,8 @@ INLINE void CBGEN(put_row)(const struct attention *a, int64_t token, long query_
         sum = sum * scale + expf(a->sinks[query_head] - best);
     }
     float *to = a->out + token * a->out_token + query_head * a->out_head;
-    for (long i = 0; i < a->dim; i++) to[i] = state[i] * scale / sum;
+    scale /= sum;
+    for (long i = 0; i < a->dim; i++) to[i] = state[i] * scale;
 }
 
 /* Some query tokens of one request for some KV heads, from where others left off to the output. */

@@ -18,7 +18,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 
-enum { KV_FLOAT32, KV_BFLOAT16, KV_INT8 };
+enum { KV_FLOAT32, KV_BFLOAT16, KV_INT8, KEYS_INT8 }; /* the last: keys in pages of int8, see attention.h */
 enum { SILU, GELU_TANH };
 
 /* What comes after a piece of a weight is fetched while that is multiplied, evenly over all its blocks of rows: all at once
@@ -132,7 +132,7 @@ struct workspace {
    to whole tiles, `padded_dim` is dim rounded up to whole tiles.
 
        keys          [kv_heads, slots / TILE, dim, TILE]
-         in int8     [kv_heads, slots / TILE, key_dim / 2, TILE, 2]    key_dim: dim rounded up to a multiple of 4
+         in int8     [kv_heads, slots / TILE, key_dim / 4, TILE, 4]    key_dim: dim rounded up to a multiple of 4
        values        [kv_heads, padded_dim / TILE, slots, TILE]        at byte `values`
          in int8     [kv_heads, padded_dim / TILE, slots / 2, TILE, 2]
        key scales    float32 [kv_heads, slots]                         at byte `key_scales`

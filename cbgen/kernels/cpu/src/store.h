@@ -16,16 +16,15 @@ static void CBGEN(convert_row)(int64_t kind, const float *from, long dim, long p
             ((uint16_t *)to)[i] = (uint16_t)(rounded >> 16);
         }
     } else {
-        int32_t levels[padded_dim];
         float largest = CBGEN(largest_size)(row, 0, padded_dim);
         int usual = largest == largest;
         *scale = largest / 127; /* NaN stays, so that the row still shows it */
         vf inverse = CBGEN(splat)(CBGEN(level_factor)(largest, 127));
         for (long i = 0; i < padded_dim; i += LANES) {
             vi whole = CBGEN(round)(usual ? CBGEN(load)(row + i) * inverse : (vf){0} + 1.0f);
-            memcpy(levels + i, &whole, sizeof whole);
+            vu8 narrow = __builtin_convertvector(whole, vu8);
+            memcpy(to + i, &narrow, sizeof narrow);
         }
-        for (long i = 0; i < padded_dim; i++) ((int8_t *)to)[i] = (int8_t)levels[i];
     }
 }
 
@@ -49,13 +48,13 @@ INLINE void CBGEN(put_value)(const struct attention *a, int64_t slot, const char
 
 /* Where the key of one token begins, that of head h. */
 INLINE char *CBGEN(key_place)(const struct attention *a, char *page, int64_t slot, long h) {
-    long words = CBGEN(words)(a->kind, a->dim);
-    return page + ((h * a->slots + slot / TILE * TILE) * words + slot % TILE) * CBGEN(word_bytes)(a->kind);
+    long bytes = CBGEN(word_bytes)(CBGEN(key_kind)(a));
+    return page + h * CBGEN(key_bytes)(a) + (slot / TILE * TILE * CBGEN(key_words)(a) + slot % TILE) * bytes;
 }
 
 /* A key touches a line of the cache for each of its numbers, most of them far away: they are asked for one token early. */
 INLINE void CBGEN(fetch_places)(const struct attention *a, char *page, int64_t slot) {
-    long step = TILE * CBGEN(word_bytes)(a->kind), words = CBGEN(words)(a->kind, a->dim);
+    long step = TILE * CBGEN(word_bytes)(CBGEN(key_kind)(a)), words = CBGEN(key_words)(a);
     for (long h = 0; h < a->kv_heads; h++) {
         char *key = CBGEN(key_place)(a, page, slot, h);
         for (long byte = 0; byte < words * step; byte += 64) __builtin_prefetch(key + byte, 1);
@@ -66,8 +65,7 @@ INLINE void CBGEN(fetch_places)(const struct attention *a, char *page, int64_t s
 EXPORT void CBGEN(store)(const struct attention *a, char *pages, const float *key, int64_t key_token, int64_t key_head,
                          const float *value, int64_t value_token, int64_t value_head, int64_t num_tokens,
                          const int64_t *write_pages, const int64_t *write_offsets) {
-    long bytes = CBGEN(word_bytes)(a->kind), words = CBGEN(words)(a->kind, a->dim), head_bytes = a->slots * a->padded_dim * bytes;
-    if (a->kind == KV_INT8) head_bytes /= 2;
+    long words = CBGEN(key_words)(a), bytes = CBGEN(word_bytes)(CBGEN(key_kind)(a));
 #pragma omp parallel for schedule(static) if (num_tokens > 8)
     for (long t = 0; t < num_tokens; t++) {
         char *page = pages + write_pages[t] * a->page_bytes, row[a->padded_dim * 4];
@@ -77,9 +75,10 @@ EXPORT void CBGEN(store)(const struct attention *a, char *pages, const float *ke
             float *key_scale = (float *)(page + a->key_scales) + h * a->slots + slot;
             float *value_scale = (float *)(page + a->value_scales) + h * a->slots + slot;
             CBGEN(convert_row)(a->kind, key + t * key_token + h * key_head, a->dim, a->padded_dim, row, key_scale);
+            for (long i = 0; a->kind == KV_INT8 && i < words * 4; i++) row[i] ^= -128; /* 128 added */
             CBGEN(spread)(bytes, row, words, CBGEN(key_place)(a, page, slot, h));
             CBGEN(convert_row)(a->kind, value + t * value_token + h * value_head, a->dim, a->padded_dim, row, value_scale);
-            CBGEN(put_value)(a, slot, row, page + a->values + h * head_bytes);
+            CBGEN(put_value)(a, slot, row, page + a->values + h * CBGEN(value_bytes)(a));
         }
     }
 }
