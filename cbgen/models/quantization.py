@@ -28,6 +28,7 @@ CALIBRATION_TOKENS = 2048
 SEQUENCE_TOKENS = 512
 # Rows of each layer's input that are kept to compare products on, spread evenly over the text.
 KEPT_ROWS = 256
+COMPARED_OUTPUTS = 512
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 LEVELS = 127
 
@@ -133,9 +134,10 @@ class Calibrator:
 def _best_scales(weight: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
     """s [k] for a weight [n, k]."""
     rows = torch.cat(inputs.rows)
+    most_weight, most_input = weight.abs().amax(0).clamp_min(1e-5), inputs.most.clamp_min(1e-5)
+    weight = weight[:: max(1, len(weight) // COMPARED_OUTPUTS)]
     exact = rows @ weight.T
     sizes = exact.square().mean(1, keepdim=True).clamp_min(1e-12)
-    most_weight, most_input = weight.abs().amax(0).clamp_min(1e-5), inputs.most.clamp_min(1e-5)
     best: tuple[float, torch.Tensor] | None = None
     for alpha in ALPHAS:
         scales = most_input**alpha / most_weight ** (1 - alpha) if alpha else torch.ones_like(most_input)

@@ -40,19 +40,19 @@ INLINE void CBGEN(grouped_tile)(const int rows, int64_t groups, const char *x, i
         fetch(&ahead);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = (vi){0} + *(const int32_t *)(starts + r * row_bytes + g * 4);
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = CBGEN(splat_word)(starts + r * row_bytes + g * 4);
         for (int i = 0; i < GROUP; i += 4, panel += 4 * PANEL) {
             vi w[VECTORS];
             for (int v = 0; v < VECTORS; v++) w[v] = CBGEN(load_int)(panel + v * 4 * LANES);
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++) {
-                vi own = (vi){0} + *(const int32_t *)(x + r * row_bytes + g * GROUP + i);
+                vi own = CBGEN(splat_word)(x + r * row_bytes + g * GROUP + i);
                 for (int v = 0; v < VECTORS; v++) sums[r][v] = CBGEN(quads)(sums[r][v], w[v], own);
             }
         }
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
-            vf scale = CBGEN(splat)(*(const float *)(row_scales + r * row_bytes + g * 4));
+            vf scale = (vf)CBGEN(splat_word)(row_scales + r * row_bytes + g * 4);
             for (int v = 0; v < VECTORS; v++) totals[r][v] += __builtin_convertvector(sums[r][v], vf) * scale;
         }
     }

@@ -38,12 +38,6 @@ INLINE vi CBGEN(widen)(const int8_t *p) {
 #endif
 }
 
-INLINE vi CBGEN(load_int)(const void *p) {
-    vi v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
 /* One block of rows times a piece of a panel. */
 INLINE void CBGEN(integer_tile)(const int rows, int64_t k, const char *x, int64_t row_bytes, const int8_t *panel,
                                 struct ahead ahead, int32_t *to, int resume) {
@@ -60,9 +54,7 @@ INLINE void CBGEN(integer_tile)(const int rows, int64_t k, const char *x, int64_
             for (int v = 0; v < VECTORS; v++) w[v] = CBGEN(widen)(panel + (i * VECTORS + v) * 2 * LANES);
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++) {
-                int32_t word;
-                memcpy(&word, x + r * row_bytes + i * 4, 4);
-                vi own = (vi){0} + word;
+                vi own = CBGEN(splat_word)(x + r * row_bytes + i * 4);
                 for (int v = 0; v < VECTORS; v++) sums[r][v] = CBGEN(pairs)(sums[r][v], own, w[v]);
             }
         }

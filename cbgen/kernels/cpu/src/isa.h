@@ -2,6 +2,7 @@
 #include "linear.h"
 #include "integer.h"
 #include "grouped.h"
+#include "page_products.h"
 #include "attention.h"
 #include "store.h"
 #include "glue.h"

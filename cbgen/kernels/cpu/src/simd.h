@@ -42,6 +42,19 @@ INLINE vf CBGEN(load)(const float *p) { return *(const vfu *)p; }
 INLINE void CBGEN(put)(float *p, vf v) { *(vfu *)p = v; }
 INLINE vf CBGEN(splat)(float x) { return x - (vf){0}; } /* and not plus: -0 + 0 is +0, so that sum would have to be worked out */
 
+/* LANES integers at p. */
+INLINE vi CBGEN(load_int)(const void *p) {
+    vi v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+/* The four bytes at p in every lane. */
+INLINE vi CBGEN(splat_word)(const void *p) {
+    int32_t word;
+    memcpy(&word, p, 4);
+    return (vi){0} + word;
+}
+
 /* Of all lanes; the intrinsics halve a vector four times, where a loop would go through it lane by lane. */
 INLINE float CBGEN(sum)(vf v) {
 #if CBGEN_LANES == 16
