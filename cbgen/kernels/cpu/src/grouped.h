@@ -99,14 +99,13 @@ static void CBGEN(group_row)(const float *from, int64_t k, const float *scales_i
     float *scales = (float *)(to + groups * GROUP);
     int32_t *starts = (int32_t *)(scales + groups);
     for (int64_t g = 0; g < groups; g++) {
-        vf x[GROUP / LANES], most = {0}, strange = {0};
-        vi total = {0};
+        vf x[GROUP / LANES];
+        vi most = {0}, total = {0};
         for (int v = 0; v < GROUP / LANES; v++) {
             x[v] = CBGEN(scaled_input)(from, scales_in, g * GROUP + v * LANES, k);
-            most = CBGEN(max)((vf)((vi)x[v] & INT32_MAX), most);
-            strange += x[v] * 0; /* NaN for NaN and infinity, and otherwise 0 */
+            most = CBGEN(max_int)(CBGEN(size_bits)(x[v]), most);
         }
-        float largest = CBGEN(sum)(strange) == 0 ? CBGEN(largest)(most) : NAN;
+        float largest = CBGEN(largest_of_bits)(most);
         vf inverse = CBGEN(splat)(CBGEN(level_factor)(largest, 127));
         for (int v = 0; v < GROUP / LANES; v++) {
             vi whole = largest == largest ? CBGEN(round)(x[v] * inverse) : (vi){0};

@@ -218,18 +218,17 @@ static void CBGEN(page_scores)(const struct attention *a, const char *page, long
 static float CBGEN(weight_levels)(const struct attention *a, const int64_t *pages, long num_pages, long head, float *weights) {
     const long most_levels = INT32_MAX / 127 / (a->split_pages * a->slots);
     const float limit = most_levels < INT16_MAX ? most_levels : INT16_MAX;
-    vf most = {0}, strange = {0};
+    vi most = {0};
     for (long p = 0; p < num_pages; p++) {
         const float *scales = (const float *)(a->pages + pages[p] * a->page_bytes + a->value_scales) + head * a->slots;
         for (long i = 0; i < a->slots; i += LANES) {
             vf weight = CBGEN(load)(weights + p * a->slots + i);
             vf scaled = CBGEN(choose)(weight == 0.0f, weight, weight * CBGEN(load)(scales + i));
             CBGEN(put)(weights + p * a->slots + i, scaled);
-            most = CBGEN(max)(scaled, most);
-            strange += scaled * 0;
+            most = CBGEN(max_int)(CBGEN(size_bits)(scaled), most);
         }
     }
-    float largest = CBGEN(sum)(strange) == 0 ? CBGEN(largest)(most) : NAN;
+    float largest = CBGEN(largest_of_bits)(most);
     vf inverse = CBGEN(splat)(CBGEN(level_factor)(largest, limit));
     for (long i = 0; i < num_pages * a->slots; i += LANES) {
         vf scaled = CBGEN(load)(weights + i);

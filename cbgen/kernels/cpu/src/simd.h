@@ -148,15 +148,36 @@ INLINE vf CBGEN(scaled_input)(const float *from, const float *scales_in, int64_t
     return scales_in ? x * CBGEN(load)(scales_in + i) : x;
 }
 
+/* The bits of |x|: as integers they are in the order of the numbers, with infinity and NaN above all. */
+INLINE vi CBGEN(size_bits)(vf x) { return (vi)x & INT32_MAX; }
+INLINE vi CBGEN(max_int)(vi a, vi b) {
+#if CBGEN_LANES == 16
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif CBGEN_LANES == 8
+    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    return (a & (a > b)) | (b & ~(a > b));
+#endif
+}
+/* The largest of the numbers whose bits these are; NaN where one is NaN or infinite. */
+INLINE float CBGEN(largest_of_bits)(vi bits) {
+#if CBGEN_LANES == 16
+    int32_t most = _mm512_reduce_max_epi32((__m512i)bits);
+#else
+    int32_t most = bits[0];
+    for (int lane = 1; lane < LANES; lane++) most = bits[lane] > most ? bits[lane] : most;
+#endif
+    float largest;
+    memcpy(&largest, &most, 4);
+    return most < 0x7F800000 ? largest : NAN;
+}
+
 /* The largest absolute of the same [k]; NaN where one is NaN or infinite. */
 INLINE float CBGEN(largest_size)(const float *from, const float *scales_in, int64_t k) {
-    vf most = {0}, strange = {0};
-    for (int64_t i = 0; i < k; i += LANES) {
-        vf x = CBGEN(scaled_input)(from, scales_in, i, k);
-        most = CBGEN(max)((vf)((vi)x & INT32_MAX), most);
-        strange += x * 0; /* NaN for NaN and infinity, and otherwise 0 */
-    }
-    return CBGEN(sum)(strange) == 0 ? CBGEN(largest)(most) : NAN;
+    vi most = {0};
+    for (int64_t i = 0; i < k; i += LANES)
+        most = CBGEN(max_int)(CBGEN(size_bits)(CBGEN(scaled_input)(from, scales_in, i, k)), most);
+    return CBGEN(largest_of_bits)(most);
 }
 
 /* What numbers up to `largest` are multiplied by to become levels up to `limit`; 0 for NaN and where it would overflow. */
