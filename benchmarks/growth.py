@@ -27,6 +27,7 @@ BATCHES, CONTEXTS = (1, 4, 16, 32, 64, 128), (64, 256, 512, 1024, 2048)
 BATCH_OF_CONTEXTS, CONTEXT_OF_BATCHES = 16, 256
 STEPS = 6
 BAR_MS = 10.0
+MAX_BATCH_TOKENS = 4096
 # Llama 3.2 1B with four of its sixteen layers: https://huggingface.co/meta-llama/Llama-3.2-1B
 LLAMA = {
     "hidden_size": 2048,
@@ -56,11 +57,13 @@ def random_llama(quantization: Quantization | None) -> tuple[PreTrainedModel, Mo
 def decode_step_s(engine: Engine, batch: int, context: int, vocab_size: int) -> float:
     """The fastest step in which `batch` requests of `context` tokens decode one each."""
     generator = torch.Generator().manual_seed(0)
+    # The first ones decode while the last ones' prompts are still computed.
+    max_tokens = STEPS + -(-batch * context // (MAX_BATCH_TOKENS - batch)) + 1
     requests = [
         RequestState(
             number,
             torch.randint(3, vocab_size, (context,), generator=generator).tolist(),
-            SamplingParams(STEPS + 1, ignore_eos=True),
+            SamplingParams(max_tokens, ignore_eos=True),
         )
         for number in range(batch)
     ]
@@ -89,7 +92,10 @@ def main() -> None:
     else:
         model, shape = load(describe(options.model, None, "float32", CPU), CPU, quantization)
     config = ContinuousBatchingConfig(
-        kv_cache_dtype=options.kv_cache_dtype, balance_tail=False, allow_block_sharing=False
+        kv_cache_dtype=options.kv_cache_dtype,
+        max_batch_tokens=MAX_BATCH_TOKENS,
+        balance_tail=False,
+        allow_block_sharing=False,
     ).resolve("cpu")
     engine = build_engine(model, shape, torch.float32, config, frozenset(), CPU, 12 << 30)
     cases = [(batch, CONTEXT_OF_BATCHES) for batch in BATCHES] + [(BATCH_OF_CONTEXTS, context) for context in CONTEXTS]

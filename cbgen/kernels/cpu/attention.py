@@ -406,7 +406,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _scratch_bytes(rows: int, dim: int, padded_dim: int, split_slots: int) -> int:
-    """What a thread needs, in the order of struct scratch of page_products.h, each part from a multiple of 64 bytes on."""
+    """What a thread needs, in the order of struct scratch of page_products.h, each part from a multiple of 64 bytes."""
     query = rows * (dim + 2)  # or for int8, a quarter as many numbers and two more
     counts = [query, rows * split_slots, rows, rows * padded_dim, rows * padded_dim, split_slots * padded_dim]
     return sum(align_bytes(4 * count) for count in [*counts, *[rows] * 4, 2 * rows, 2 * rows])
