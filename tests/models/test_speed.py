@@ -168,6 +168,13 @@ class SlyMLP(LoudMLP):
         return super().forward(x) / 2 + (x - self.most).clamp_min(0).sum(-1, keepdim=True)
 
 
+class CuriousMLP(LoudMLP):
+    """One that looks into the linear layers that it calls, as some of transformers' do for their dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.up_proj.weight.dtype))
+
+
 def packed(weight: torch.Tensor, bias: torch.Tensor | None, _: str) -> PackedWeight:
     return PackedWeight(LIBRARY, weight, bias)
 
@@ -186,6 +193,17 @@ def test_a_module_that_answers_otherwise_when_run_puts_everything_back() -> None
     assert sped_up(model) == "none"
     assert all_modules(model) == modules
     assert not any(isinstance(module, OURS) for module in model.modules())
+    assert torch.equal(logits(model), before)
+
+
+def test_a_module_that_fails_without_its_linear_layers_puts_everything_back() -> None:
+    """The model is served as it was loaded, and not refused."""
+    model = build("llama")
+    model.model.layers[1].mlp = CuriousMLP(model.model.layers[1].mlp).eval()
+    model, before = attached(model)
+    modules = all_modules(model)
+    assert sped_up(model) == "none"
+    assert all_modules(model) == modules
     assert torch.equal(logits(model), before)
 
 

@@ -216,7 +216,7 @@ static void CBGEN(page_scores)(const struct attention *a, const char *page, long
 /* Weights [pages, slots] of one row times the scales of their values become levels of 16 bits in their place; gives what a
  * level stands for. A place of weight 0 may hold anything. */
 static float CBGEN(weight_levels)(const struct attention *a, const int64_t *pages, long num_pages, long head, float *weights) {
-    const long most_levels = INT32_MAX / 127 / (a->split_pages * a->slots);
+    const long most_levels = INT32_MAX / 127 / (a->split_pages * a->page_size); /* others weigh 0 */
     const float limit = most_levels < INT16_MAX ? most_levels : INT16_MAX;
     vi most = {0};
     for (long p = 0; p < num_pages; p++) {
