@@ -78,19 +78,8 @@ EXPORT int64_t CBGEN(multiplies_bytes)(void) {
 #endif
 }
 
-/* weight [n, k] -> packed, panels of [groups * GROUP / 4, PANEL, 4], and a scale per output. */
 EXPORT void CBGEN(grouped_pack)(const float *weight, int64_t n, int64_t k, uint8_t *packed, float *scales) {
-    int64_t panels = (n + PANEL - 1) / PANEL, depth = CBGEN(groups_of)(k) * GROUP;
-#pragma omp parallel for
-    for (int64_t p = 0; p < panels; p++) {
-        memset(packed + p * depth * PANEL, 128, depth * PANEL);
-        for (int64_t c = 0; c < PANEL && p * PANEL + c < n; c++) {
-            int64_t output = p * PANEL + c;
-            float inverse = CBGEN(weight_scale)(weight + output * k, k, scales + output);
-            for (int64_t i = 0; i < k; i++)
-                packed[p * depth * PANEL + (i / 4 * PANEL + c) * 4 + i % 4] = (uint8_t)(lrintf(weight[output * k + i] * inverse) + 128);
-        }
-    }
+    CBGEN(pack_levels)(weight, n, k, CBGEN(groups_of)(k) * GROUP, 4, 128, packed, scales);
 }
 
 /* One row of x [k] -> its levels, scales and starts. A group with NaN or infinity has NaN for its scale. */

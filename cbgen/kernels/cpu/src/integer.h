@@ -79,19 +79,25 @@ INLINE float CBGEN(weight_scale)(const float *from, int64_t k, float *scale) {
     return CBGEN(level_factor)(most, 127);
 }
 
-/* weight [n, k] -> packed, and a scale per output. */
-EXPORT void CBGEN(integer_pack)(const float *weight, int64_t n, int64_t k, int8_t *packed, float *scales) {
-    int64_t panels = (n + PANEL - 1) / PANEL, depth = CBGEN(depth_of)(k);
+/* weight [n, k] -> panels of [depth / near, PANEL, near] levels with `zero` added, and a scale per output. */
+INLINE void CBGEN(pack_levels)(const float *weight, int64_t n, int64_t k, int64_t depth, const int64_t near, const int zero,
+                               uint8_t *packed, float *scales) {
+    int64_t panels = (n + PANEL - 1) / PANEL;
 #pragma omp parallel for
     for (int64_t p = 0; p < panels; p++) {
-        memset(packed + p * depth * PANEL, 0, depth * PANEL);
+        uint8_t *panel = packed + p * depth * PANEL;
+        memset(panel, zero, depth * PANEL);
         for (int64_t c = 0; c < PANEL && p * PANEL + c < n; c++) {
-            int64_t output = p * PANEL + c;
-            float inverse = CBGEN(weight_scale)(weight + output * k, k, scales + output);
+            const float *from = weight + (p * PANEL + c) * k;
+            float inverse = CBGEN(weight_scale)(from, k, scales + p * PANEL + c);
             for (int64_t i = 0; i < k; i++)
-                packed[p * depth * PANEL + (i / 2 * PANEL + c) * 2 + i % 2] = (int8_t)lrintf(weight[output * k + i] * inverse);
+                panel[(i / near * PANEL + c) * near + i % near] = (uint8_t)(lrintf(from[i] * inverse) + zero);
         }
     }
+}
+
+EXPORT void CBGEN(integer_pack)(const float *weight, int64_t n, int64_t k, uint8_t *packed, float *scales) {
+    CBGEN(pack_levels)(weight, n, k, CBGEN(depth_of)(k), 2, 0, packed, scales);
 }
 
 /* LANES levels as int16. */
