@@ -28,6 +28,7 @@ CALIBRATION_TOKENS = 2048
 SEQUENCE_TOKENS = 512
 # Rows of each layer's input that are kept to compare products on, spread evenly over the text.
 KEPT_ROWS = 256
+# Outputs of a weight, spread evenly, that are compared at least where it has as many.
 COMPARED_OUTPUTS = 512
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 LEVELS = 127

@@ -60,6 +60,9 @@ class PackedWeight:
         self._bias = None if bias is None else bias.detach().float().contiguous().clone()
         self.struct = _Weight(FLOAT32_WEIGHT, self.out_features, self.in_features, bias=_address(self._bias))
         self._pack(weight.detach().float().contiguous())
+        # What a row of the input takes when it is quantized.
+        levels_bytes = library.function("levels_bytes", Int64, Int64, restype=Int64)
+        self.levels_bytes = int(levels_bytes(self.struct.kind, self.in_features))
         self._multiply = library.function(
             "multiply_weight", ctypes.POINTER(_Weight), Address, Int64, Int64, Address, Int64, Address
         )
@@ -90,11 +93,6 @@ class PackedWeight:
 
     def _levels(self, rows: int) -> torch.Tensor:
         return torch.empty(rows, self.levels_bytes, dtype=torch.int8)
-
-    @property
-    def levels_bytes(self) -> int:
-        """What a row of the input takes when it is quantized."""
-        return int(_levels_bytes(self.library)(self.struct.kind, self.in_features))
 
 
 class IntegerWeight(PackedWeight):
@@ -270,11 +268,6 @@ class LayerKernel:
             out.data_ptr(),
         )
         return out
-
-
-@lru_cache
-def _levels_bytes(library: Library) -> Any:
-    return library.function("levels_bytes", Int64, Int64, restype=Int64)
 
 
 @lru_cache
