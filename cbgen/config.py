@@ -58,6 +58,7 @@ class ContinuousBatchingConfig:
         cpu_offload_space: GiB of CPU memory that offloaded requests may take; 0 disables it.
         kv_cache_dtype: "auto", the model's own; or "float32", "bfloat16", "int8" (with a scale per token and head).
         balance_tail: whether the last requests of a job start so that the batch stays evenly filled to its end.
+        deterministic: whether a row's logits have the same bits in every batch, however it is cut, shared or resumed.
     """
 
     page_size: int | None = None
@@ -71,6 +72,7 @@ class ContinuousBatchingConfig:
     cpu_offload_space: float = 0.0
     kv_cache_dtype: str = "auto"
     balance_tail: bool = True
+    deterministic: bool = False
 
     def kv_dtype_name(self, model_dtype: str) -> str:
         """What KV is kept in for a model of this dtype."""
@@ -103,6 +105,7 @@ class ContinuousBatchingConfig:
             cpu_offload_space=_space(self.cpu_offload_space),
             kv_cache_dtype=self.kv_cache_dtype,
             balance_tail=self.balance_tail,
+            deterministic=self.deterministic,
         )
 
 
@@ -121,6 +124,7 @@ class ResolvedConfig:
     cpu_offload_space: float
     kv_cache_dtype: str
     balance_tail: bool
+    deterministic: bool
 
     @property
     def cpu_offload_bytes(self) -> int:

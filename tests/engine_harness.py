@@ -60,11 +60,42 @@ def poisoned(under_test: ModelUnderTest, token_id: int = POISON) -> ModelUnderTe
     return under_test
 
 
-def engine_for(under_test: ModelUnderTest, **options: object) -> Engine:
+class RaisingModel(torch.nn.Module):
+    """A model some of whose forward passes raise, after they have written nonsense wherever they write."""
+
+    def __init__(self, model: torch.nn.Module, error_of: Callable[[torch.Tensor], Exception | None]):
+        super().__init__()
+        self.model, self._error_of = model, error_of
+
+    def forward(self, input_ids: torch.Tensor, **keywords: object) -> object:
+        error = self._error_of(input_ids)
+        output = self.model(input_ids=torch.full_like(input_ids, 7) if error else input_ids, **keywords)
+        if error is not None:
+            raise error
+        return output
+
+
+def raising(under_test: ModelUnderTest, error_of: Callable[[torch.Tensor], Exception | None]) -> ModelUnderTest:
+    """The same model, but a pass raises what `error_of` says for its input ids [1, T]; its reference never does."""
+    return replace(under_test, model=RaisingModel(under_test.model, error_of))
+
+
+def refusing(under_test: ModelUnderTest, token_id: int = POISON) -> ModelUnderTest:
+    """The same model, but a pass raises when this token is in it."""
+
+    def error_of(input_ids: torch.Tensor) -> Exception | None:
+        return RuntimeError(f"no token {token_id}\nmore about it") if (input_ids == token_id).any() else None
+
+    return raising(under_test, error_of)
+
+
+def engine_for(
+    under_test: ModelUnderTest, notify: Callable[[str], None] = lambda line: None, **options: object
+) -> Engine:
     """An engine whose memory is NaN wherever it counts as not initialized (law 8), if that is not too much to fill."""
     config = _config(options)
     engine = build_engine(
-        under_test.model, under_test.shape, torch.float32, config, under_test.eos_token_ids, CPU, FREE_BYTES
+        under_test.model, under_test.shape, torch.float32, config, under_test.eos_token_ids, CPU, FREE_BYTES, notify
     )
     pages = engine.manager._runner._storage.pages
     if pages.numel() <= MOST_POISONED_BYTES:
@@ -137,7 +168,12 @@ class Watch:
         assert self._ended | cancelled == self._seen.keys()
         assert not self._ended & cancelled, "a cancelled request came out all the same"
         assert not any(member.forks for member in self._members)
+        self.check_empty()
+
+    def check_empty(self) -> None:
+        """An engine without work holds nothing and remembers nobody."""
         assert self._manager.cache.free_share == 1.0, "a finished engine holds no block"
+        assert not self._manager._recovery.suspects, "somebody is still suspected"
         assert not self._manager.scheduler._overtaken
 
     def _check_holdings(self) -> None:

@@ -21,6 +21,7 @@ OUT_OF_RANGE = {
     "cpu_offload_space": [-0.1, NAN, float("inf")],
     "kv_cache_dtype": ["", "int4", "Float32"],
     "balance_tail": [],
+    "deterministic": [],
 }
 AT_THE_EDGE = {
     "page_size": [1, 4096],
@@ -34,6 +35,7 @@ AT_THE_EDGE = {
     "cpu_offload_space": [0.0, 0.001, 512.0],
     "kv_cache_dtype": ["auto", "float32", "bfloat16", "int8"],
     "balance_tail": [True, False],
+    "deterministic": [True, False],
 }
 
 
@@ -61,6 +63,7 @@ def test_defaults_come_from_the_device(
         "cpu_offload_space": 0.0,
         "kv_cache_dtype": "auto",
         "balance_tail": True,
+        "deterministic": False,
     }
 
 

@@ -1,5 +1,6 @@
 """Puts an engine together for a loaded model: kernel, cache sized to the free memory, scheduler, runner, manager."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,9 +40,18 @@ def build_engine(
     eos_token_ids: frozenset[int],
     device: torch.device,
     free_bytes: int,
+    notify: Callable[[str], None] = lambda line: None,
 ) -> Engine:
-    """free_bytes: memory free on the device with the weights loaded. Raises MemoryPlanError when no cache fits."""
+    """free_bytes: memory free on the device with the weights loaded. notify: see Manager.
+
+    Raises MemoryPlanError when no cache fits.
+    """
     backend = attention_backend(shape, dtype, config, device.type)
+    if config.deterministic and not backend.is_batch_invariant:
+        raise UsageError(
+            f"--deterministic: attention through {backend.name} depends on the batch; it needs cbgen's compiled "
+            "kernels (CPU)"
+        )
     plan = plan_cache(shape, config, backend, free_bytes, swap_shares_memory=device.type != "cuda")
     config = replace(config, num_blocks=plan.num_blocks)
     cache = PagedCache(plan.layout, plan.num_chunks, config.allow_block_sharing)
@@ -56,12 +66,13 @@ def build_engine(
         cache=cache,
         scheduler=SCHEDULERS[config.scheduler_type](cache, config),
         buffers=InputBuffers(config.max_batch_tokens, config.max_requests_per_batch, len(plan.layout.groups), device),
-        runner=ModelRunner(model, plan.layout, storage, backend),
+        runner=ModelRunner(model, plan.layout, storage, backend, config.deterministic),
         swap_pool=SwapPool(config.cpu_offload_bytes, storage) if config.cpu_offload_bytes else None,
         eos_token_ids=eos_token_ids,
         max_model_len=shape.max_model_len,
         max_waiting=2 * config.max_requests_per_batch,
         balance_tail=config.balance_tail,
+        notify=notify,
     )
     return Engine(manager, config, plan, backend.name)
 

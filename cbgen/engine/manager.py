@@ -1,7 +1,7 @@
 """The continuous-batching loop: pull, plan, lay out, run, sample, apply, relieve. It alone changes requests."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,10 +13,13 @@ from cbgen.engine.input_outputs import InputBuffers
 from cbgen.engine.metrics import EngineMetrics
 from cbgen.engine.model_runner import ModelRunner
 from cbgen.engine.offloading import Offloader, choose_victims
-from cbgen.engine.requests import FinishReason, RequestState, SamplingParams
+from cbgen.engine.recovery import Recovery
+from cbgen.engine.refusal import refusal
+from cbgen.engine.requests import FinishReason, RequestState, SamplingParams, heir_of
 from cbgen.engine.sampler import sample
 from cbgen.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
-from cbgen.engine.tail import active_at_end
+from cbgen.engine.tail import BalancedTail
+from cbgen.errors import ForwardPassError
 
 _SCORED_ID = -1  # of no request that comes from outside
 
@@ -54,7 +57,8 @@ class Manager:
 
     eos_token_ids: the tokens that end a generation, unless the request ignores them. max_model_len: the context.
     max_waiting: how many requests wait in the queue; more are pulled when there are fewer. balance_tail: once all are
-    known, as many are active as keep the batch evenly filled until the longest is done.
+    known, as many are active as keep the batch evenly filled until the longest is done. notify: is told in one line
+    what the engine does about a forward pass that failed.
     """
 
     def __init__(
@@ -68,18 +72,19 @@ class Manager:
         max_model_len: int,
         max_waiting: int,
         balance_tail: bool = True,
+        notify: Callable[[str], None] = lambda line: None,
     ):
         self.metrics = EngineMetrics()
         self.cache = cache
         self.scheduler = scheduler
         self.offloader = Offloader(cache, swap_pool, self.metrics)
+        self._recovery = Recovery(scheduler, self.offloader, runner, self.metrics, notify)
         self._buffers = buffers
         self._runner = runner
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._max_waiting = max_waiting
-        self._balance_tail = balance_tail
-        self._balanced_for: tuple[int, int] | None = None  # active and waiting when it was last worked out
+        self._tail = BalancedTail(scheduler) if balance_tail else None
 
     def run(self, source: RequestSource) -> Iterator[RequestState]:
         """Yields every request of the source once it has finished, in the order of finishing."""
@@ -89,16 +94,29 @@ class Manager:
                 yield from self.step()
 
     def step(self) -> list[RequestState]:
-        """One forward pass. Returns the requests that finished in it."""
+        """One forward pass. Returns the requests that finished in it. Raises DeviceFaultError."""
         batch = self._plan()
         start_s = time.perf_counter()
-        logits = self._runner.forward(self._buffers.lay_out(batch, self.cache))
-        sampling, rows = self._samples(batch)
-        token_ids = sample(logits if len(rows) == len(logits) else logits[rows], sampling)
+        try:
+            sampling, token_ids = self._compute(batch)
+        except ForwardPassError as error:
+            return self._recovery.after(batch, error)
         self._count(batch, start_s)
         finished = self._apply(batch, sampling, token_ids)
         self._relieve(batch)
         return finished
+
+    def stop_admitting(self) -> None:
+        """Forgets all requests that were never active; those that have begun go on, with their forks.
+
+        The source must be exhausted from now on: what it still gave would be admitted.
+        """
+        self._tail = None
+        self.scheduler.limit_active(None)
+        dropped = self.scheduler.drop_new()
+        self._recovery.suspects.drop(dropped)
+        for request in dropped:
+            self.cache.release(request.request_id)  # which may know it as one that waits
 
     def score(self, token_ids: list[int]) -> Iterator[torch.Tensor]:
         """Logits [T, vocab] after each token of a text, in pieces of T tokens as long as a forward pass may be.
@@ -130,26 +148,14 @@ class Manager:
             for member in members:
                 member.arrive()
             most_tokens = max(member.params.max_tokens for member in members)
-            reason = self._refusal(request.num_prompt_tokens, most_tokens)
+            reason = refusal(request.num_prompt_tokens, most_tokens, self._max_model_len, self.cache)
             if reason is None:
                 self.scheduler.add(request)
             else:
                 refused += self._fail(request, reason)
-        if self._balance_tail and source.exhausted:
-            self._balance()
+        if self._tail is not None and source.exhausted:
+            self._tail.balance()
         return refused
-
-    def _balance(self) -> None:
-        """Once all requests are known, new ones wait as long as that lets the batch stay evenly filled to the end.
-
-        Worked out anew when somebody came, left or finished: all who are active come one token nearer to their end at
-        every step, which changes nothing.
-        """
-        members = (self.scheduler.num_active, self.scheduler.num_waiting)
-        if self.scheduler.num_waiting and members != self._balanced_for:
-            self._balanced_for = members
-            active, waiting = (_tokens_left(requests) for requests in (self.scheduler.active, self.scheduler.waiting))
-            self.scheduler.limit_active(active_at_end(active, waiting))
 
     def cancel(self, request: RequestState) -> None:
         """Ends a request that was pulled, unless it has finished; it holds nothing then. Its forks go on without it."""
@@ -163,6 +169,7 @@ class Manager:
             self.scheduler.remove(request)
         self.cache.release(request.request_id)
         self.offloader.discard(request)
+        self._recovery.suspects.drop([request])
         request.finish(FinishReason.ERROR, time.perf_counter(), "cancelled")
         self._queue_forks(heirs)
 
@@ -172,23 +179,6 @@ class Manager:
         self.offloader.check_integrity(self.scheduler.waiting)
         holders = {request.request_id for request in self.scheduler.active}
         assert self.cache.holders == holders, "a request that is not active holds blocks, or the other way round"
-
-    def _refusal(self, prompt: int, max_tokens: int) -> str | None:
-        """Why a request could never be served, or None: it must fit the model's context and an empty cache."""
-        most = prompt + max_tokens
-        if prompt >= self._max_model_len:
-            return (
-                f"the prompt has {prompt} tokens and leaves no room for output in the context of {self._max_model_len}"
-            )
-        if most > self._max_model_len:
-            return f"prompt ({prompt} tokens) and max_tokens together exceed the context of {self._max_model_len}"
-        if not self.cache.fits_empty(most - 1):  # the KV of the last token is never needed
-            capacity = self.cache.max_request_tokens(self._max_model_len)
-            return (
-                f"the prompt ({prompt} tokens) and max_tokens ({max_tokens}) need more than the whole cache, which "
-                f"holds {capacity} tokens"
-            )
-        return None
 
     def _fail(self, request: RequestState, reason: str) -> list[RequestState]:
         """Finishes a request and the forks that wait for it as errors, and returns them."""
@@ -200,15 +190,10 @@ class Manager:
 
     def _plan(self) -> ScheduledBatch:
         """Schedules, and offloads and schedules again until a batch fits; brings in whom it admitted."""
+        self.scheduler.confine(self._recovery.suspects.turn)
         batch = self.scheduler.schedule()
         while not batch:
-            active = self.scheduler.active
-            victims = choose_victims(batch, active, self.cache)
-            if not victims:
-                # The last one leaves to come back alone: its blocks lie in more chunks than they need.
-                assert len(active) == 1, "no request can be scheduled and none can leave: the scheduler is at fault"
-                victims = active
-            self._offload(victims)
+            self._make_room(batch)
             batch = self.scheduler.schedule()
         admitted = batch.admitted
         self.offloader.restore(admitted)
@@ -217,6 +202,26 @@ class Manager:
             self.metrics.count_taken_over(entry.request, entry.num_matched)
             entry.request.admit(entry.start, now_s, entry.num_matched)
         return batch
+
+    def _make_room(self, batch: ScheduledBatch) -> None:
+        """Offloads so that somebody can be scheduled."""
+        if self._offload_outsiders():
+            return
+        active = self.scheduler.active
+        victims = choose_victims(batch, active, self.cache)
+        if not victims:
+            # The last one leaves to come back alone: its blocks lie in more chunks than they need.
+            assert len(active) == 1, "no request can be scheduled and none can leave: the scheduler is at fault"
+            victims = active
+        self._offload(victims)
+
+    def _compute(self, batch: ScheduledBatch) -> tuple[list[RequestState], list[int | None]]:
+        """The forward pass: who gets a token from it, and which."""
+        logits = self._runner.forward(self._buffers.lay_out(batch, self.cache))
+        sampling, rows = self._samples(batch)
+        token_ids = sample(logits if len(rows) == len(logits) else logits[rows], sampling)
+        self._recovery.suspects.acquit(batch)
+        return sampling, token_ids
 
     def _samples(self, batch: ScheduledBatch) -> tuple[list[RequestState], list[int]]:
         """Who gets a token from the pass, and from which row of its logits: forks from the row of their parent."""
@@ -252,9 +257,9 @@ class Manager:
 
     def _queue_forks(self, forks: list[RequestState]) -> None:
         """The first of them computes the prompt once more, or takes over what the cache has of it, for the others."""
-        if forks:
-            forks[0].forks = forks[1:]
-            self.scheduler.add_first(forks[0])
+        heir = heir_of(forks)
+        if heir is not None:
+            self.scheduler.add_first(heir)
 
     def _apply(
         self, batch: ScheduledBatch, sampling: list[RequestState], token_ids: list[int | None]
@@ -267,7 +272,10 @@ class Manager:
         finished = []
         for request, token_id in zip(sampling, token_ids, strict=True):
             if token_id is None and request.num_matched_tokens:
+                # A NaN reaches earlier tokens of the pass it turns up in (0 x NaN in a masked product), and their
+                # blocks are shared: this one is tried again all by itself.
                 self.offloader.start_over(request)
+                request.computes_alone = True
                 self.scheduler.requeue([request])
             elif self._apply_token(request, token_id, now_s):
                 self.scheduler.remove(request)
@@ -292,7 +300,7 @@ class Manager:
 
     def _relieve(self, batch: ScheduledBatch) -> None:
         """Offloads stalled requests whose demand what finished in this step did not cover."""
-        if batch.stalled:
+        if batch.stalled and not self._offload_outsiders():
             self._offload(choose_victims(batch, self.scheduler.active, self.cache))
 
     def _offload(self, victims: list[RequestState]) -> None:
@@ -300,14 +308,13 @@ class Manager:
         if victims:
             self.scheduler.put_back(victims)
 
+    def _offload_outsiders(self) -> bool:
+        """While some are tried by themselves, those who only wait for that leave first; False: there are none."""
+        outsiders = self.scheduler.outsiders
+        if outsiders:
+            self.offloader.offload(outsiders)
+            self.scheduler.requeue(outsiders)
+        return bool(outsiders)
+
     def _count(self, batch: ScheduledBatch, start_s: float) -> None:
         self.metrics.count_step(start_s, time.perf_counter(), len(batch.scheduled), self.cache.used_share)
-
-
-def _tokens_left(requests: list[RequestState]) -> list[int]:
-    """What each request and each of its forks may still generate."""
-    return [
-        member.params.max_tokens - member.num_generated_tokens
-        for request in requests
-        for member in (request, *request.forks)
-    ]

@@ -13,7 +13,8 @@ class EngineMetrics:
     requests_ok, prompt_tokens: of requests that finished without an error. computed_prompt_tokens: prompt tokens
     whose KV was computed for the first time. recomputed_tokens: tokens, of prompts or generated, whose KV was computed
     again after a soft reset. prefix_hit_tokens: prompt tokens whose KV was taken from the cache instead, also by the
-    further samples of a prompt. offloads are soft_resets and swaps together.
+    further samples of a prompt. offloads are soft_resets and swaps together. forward_failures: passes that raised;
+    budget_shrinks: how often one ran out of memory and later ones were made smaller instead. Neither counts as a step.
     """
 
     num_steps: int = 0
@@ -27,6 +28,8 @@ class EngineMetrics:
     offloads: int = 0
     soft_resets: int = 0
     swaps: int = 0
+    forward_failures: int = 0
+    budget_shrinks: int = 0
     peak_used_share: float = 0.0
     first_forward_s: float | None = None
     last_forward_s: float | None = None

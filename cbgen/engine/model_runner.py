@@ -1,7 +1,7 @@
 """Runs the model over a packed batch. Each attention layer calls back into one function: the only way up."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -9,6 +9,8 @@ import torch
 
 from cbgen.cache.layout import CacheLayout
 from cbgen.cache.storage import KVStorage
+from cbgen.engine.failures import named_failures
+from cbgen.engine.fixed_products import FixedProducts, multiplies_in_torch
 from cbgen.engine.input_outputs import BatchInputs
 from cbgen.kernels.backend import AttentionBackend, AttentionOptions
 
@@ -113,18 +115,28 @@ class _BatchAttention:
 class ModelRunner:
     """A model, the storage of its KV and the kernel that attends over it."""
 
-    def __init__(self, model: torch.nn.Module, layout: CacheLayout, storage: KVStorage, backend: AttentionBackend):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layout: CacheLayout,
+        storage: KVStorage,
+        backend: AttentionBackend,
+        deterministic: bool = False,
+    ):
         self._model = model
+        # Products of cbgen's own have the same bits in any company as they are.
+        self._products = FixedProducts() if deterministic and multiplies_in_torch(model) else nullcontext()
         self._storage = storage
         self._backend = backend
         self._group_of = {layer: number for number, group in enumerate(layout.groups) for layer in group.layers}
 
+    @named_failures()
     @torch.inference_mode()
     def forward(self, inputs: BatchInputs) -> torch.Tensor:
-        """Writes the batch's KV and returns the logits [S, vocab] of the tokens that sample."""
+        """Writes the batch's KV and returns the logits [S, vocab] of the tokens that sample. Errors: failures.py."""
         plans = [self._backend.prepare(batch) for batch in inputs.attention]
         attention = _BatchAttention(self._backend, self._storage.layers, self._group_of, plans, inputs.logits_indices)
-        with serving_attention(attention):
+        with serving_attention(attention), self._products:
             output = self._model(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
@@ -133,6 +145,12 @@ class ModelRunner:
             )
         return output.logits[0]
 
+    def release_memory(self) -> None:
+        """What torch keeps for later goes back to the device."""
+        if self._storage.pages.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @named_failures()
     @torch.inference_mode()
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """See KVStorage.copy_pages."""

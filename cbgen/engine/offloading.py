@@ -58,13 +58,10 @@ class Offloader:
         self._metrics.soft_resets += len(victims) - len(stored)
 
     def start_over(self, request: RequestState) -> None:
-        """Soft-resets a request whose logits are not finite, with KV of others in them, to be tried all by itself.
-
-        A NaN reaches earlier tokens of the pass it turns up in (0 x NaN in a masked product), whose blocks are shared.
-        """
+        """Soft-resets an active request whose KV may be wrong: nobody takes it over, and what it replaced is lost."""
         self._cache.distrust(request.request_id)
         self._cache.release(request.request_id)
-        request.start_over_alone()
+        request.soft_reset()
         self._metrics.offloads += 1
         self._metrics.soft_resets += 1
 

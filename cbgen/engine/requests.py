@@ -156,11 +156,6 @@ class RequestState:
         self.num_computed_tokens = self.num_matched_tokens = 0
         self.num_soft_resets += 1
 
-    def start_over_alone(self) -> None:
-        """A soft reset after which nothing is taken over from others."""
-        self.soft_reset()
-        self.computes_alone = True
-
     def swap_out(self) -> None:
         """Back to the queue, with its KV in the swap pool."""
         assert self.status in (RequestStatus.PREFILLING, RequestStatus.DECODING), self.status
@@ -175,3 +170,11 @@ class RequestState:
         self.finish_reason = reason
         self.error = error
         self.timing.finish_s = now_s
+
+
+def heir_of(forks: list[RequestState]) -> RequestState | None:
+    """Of forks whose parent is gone, the first, which now waits with the others as its own; None without any."""
+    if not forks:
+        return None
+    heir, *heir.forks = forks
+    return heir

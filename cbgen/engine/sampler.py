@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from cbgen.engine.failures import named_failures
 from cbgen.engine.requests import RequestState
 
 # Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014): SplitMix64.
@@ -20,6 +21,7 @@ def uniform_draws(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return ((state ^ (state >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
 
 
+@named_failures()
 @torch.inference_mode()
 def sample(logits: torch.Tensor, requests: list[RequestState]) -> list[int | None]:
     """The next token id of each request, from logits [S, vocab] in the same order; None where they are not finite.

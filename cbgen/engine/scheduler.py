@@ -94,13 +94,16 @@ class Scheduler(ABC):
     def __init__(self, cache: PagedCache, config: ResolvedConfig, cache_budget_pages: int | None = None):
         """cache_budget_pages: distinct pages that one forward pass may read; the whole cache unless given."""
         self._cache = cache
-        self._config = config
+        self._safety_margin = config.safety_margin
+        self.max_batch_tokens = config.max_batch_tokens
+        self.max_requests_per_batch = config.max_requests_per_batch
         self._cache_budget_pages = cache_budget_pages
         self._waiting: deque[RequestState] = deque()
         self._active: dict[int, RequestState] = {}
         self._overtaken: dict[int, int] = {}
         self._admission_held = False
         self._max_active: int | None = None
+        self._confined_to: frozenset[int] | None = None
 
     @staticmethod
     @abstractmethod
@@ -136,7 +139,7 @@ class Scheduler(ABC):
     def may_start_fork(self) -> bool:
         """Whether one more new request may become active now, without having waited in the queue."""
         held = self._admission_held or self._offloaded_wait or self._is_full(0)
-        return not held and len(self._active) < self._config.max_requests_per_batch and self._above_margin
+        return not held and len(self._active) < self.max_requests_per_batch and self._above_margin
 
     @property
     def _offloaded_wait(self) -> bool:
@@ -146,7 +149,26 @@ class Scheduler(ABC):
     @property
     def _above_margin(self) -> bool:
         """Whether enough of the cache is free for more than decodes."""
-        return self._cache.free_share >= self._config.safety_margin
+        return self._cache.free_share >= self._safety_margin
+
+    @property
+    def outsiders(self) -> list[RequestState]:
+        """The active requests that must wait because the scheduler is confined to others."""
+        return [request for request in self._active.values() if not self._may_run(request)]
+
+    def _may_run(self, request: RequestState) -> bool:
+        return self._confined_to is None or request.request_id in self._confined_to
+
+    def confine(self, request_ids: frozenset[int] | None) -> None:
+        """Nobody else computes anything or is let in from now on; None: everybody may again."""
+        self._confined_to = request_ids
+
+    def shrink_budgets(self) -> bool:
+        """Halves what a forward pass may hold, to a page of tokens and one request at least. False: it is there."""
+        before = self.max_batch_tokens, self.max_requests_per_batch
+        self.max_batch_tokens = min(self.max_batch_tokens, max(self._cache.page_size, self.max_batch_tokens // 2))
+        self.max_requests_per_batch = max(1, self.max_requests_per_batch // 2)
+        return before != (self.max_batch_tokens, self.max_requests_per_batch)
 
     def limit_active(self, max_active: int | None) -> None:
         """New requests wait while so many are active; None: the batch alone limits them."""
@@ -189,12 +211,25 @@ class Scheduler(ABC):
         self.requeue(requests)
         self._admission_held = True
 
+    def start_over(self, requests: list[RequestState]) -> None:
+        """Requests of a failed pass return to the queue; what they gave up is room for those held back until now."""
+        self.requeue(requests)
+        self._admission_held = False
+
     def requeue(self, requests: list[RequestState]) -> None:
         """Active requests return to the head of the queue, with those that did before, oldest first."""
         for request in requests:
             del self._active[request.request_id]
         returning = sorted([*self._take_offloaded(), *requests], key=lambda request: request.request_id)
         self._waiting.extendleft(reversed(returning))
+
+    def drop_new(self) -> list[RequestState]:
+        """Takes out of the queue, and returns, all who were never active."""
+        offloaded = self._take_offloaded()
+        dropped, self._waiting = list(self._waiting), deque(offloaded)
+        for request in dropped:
+            self._overtaken.pop(request.request_id, None)
+        return dropped
 
     def _take_offloaded(self) -> list[RequestState]:
         """Removes the offloaded requests from the queue, whose head they are."""
@@ -206,16 +241,17 @@ class Scheduler(ABC):
     def schedule(self) -> ScheduledBatch:
         """Plans one forward pass and allocates what it needs."""
         batch = ScheduledBatch()
-        budget = _Budget(self._config.max_batch_tokens, self._config.max_requests_per_batch, self._cache_budget_pages)
-        decoding = [r for r in self._active.values() if r.status is RequestStatus.DECODING]
-        prefilling = [r for r in self._active.values() if r.status is RequestStatus.PREFILLING]
+        budget = _Budget(self.max_batch_tokens, self.max_requests_per_batch, self._cache_budget_pages)
+        runnable = [request for request in self._active.values() if self._may_run(request)]
+        decoding = [request for request in runnable if request.status is RequestStatus.DECODING]
+        prefilling = [request for request in runnable if request.status is RequestStatus.PREFILLING]
         for request in self.candidate_order(decoding, prefilling):
             if budget.is_spent:
                 return batch
             exempt = request.status is RequestStatus.DECODING or not (decoding or batch)
             if exempt or self._above_margin:
                 self._schedule_active(request, budget, batch)
-        if not batch.stalled:
+        if not batch.stalled and not (self._admission_held and runnable):
             self._admit_waiting(budget, batch, may_exceed_margin=not decoding)
         return batch
 
@@ -280,8 +316,6 @@ class Scheduler(ABC):
 
     def _admit_waiting(self, budget: _Budget, batch: ScheduledBatch, may_exceed_margin: bool) -> None:
         """Lets waiting requests in, in order; one that does not fit is skipped, a bounded number of times."""
-        if self._admission_held and self._active:
-            return
         admitted: list[RequestState] = []
         passed_over: list[RequestState] = []
         num_skipped = 0
@@ -304,28 +338,29 @@ class Scheduler(ABC):
                 num_skipped += 1
             if self._admission_held:
                 break
-        self._move_to_active(admitted, len(admitted) + len(passed_over), passed_over)
+        self._move_to_active(admitted)
 
     def _match(self, request: RequestState) -> PrefixMatch:
         return NO_MATCH if request.computes_alone else self._cache.match(request.request_id, request.token_ids)
 
     def _candidates_for_admission(self) -> Iterator[RequestState]:
-        return islice(self._waiting, self._config.max_requests_per_batch + MAX_SKIPPED_PER_STEP)
+        candidates = filter(self._may_run, self._waiting)
+        return islice(candidates, self.max_requests_per_batch + MAX_SKIPPED_PER_STEP)
 
     def _count_overtaken(self, passed_over: list[RequestState]) -> None:
         for request in passed_over:
             self._overtaken[request.request_id] = self._overtaken.get(request.request_id, 0) + 1
 
-    def _move_to_active(self, admitted: list[RequestState], num_seen: int, passed_over: list[RequestState]) -> None:
-        """Of the first num_seen waiting requests, `admitted` leave the queue and `passed_over` stay at its head."""
-        if not admitted:
-            return
-        for _ in range(num_seen):
-            self._waiting.popleft()
-        self._waiting.extendleft(reversed(passed_over))
+    def _move_to_active(self, admitted: list[RequestState]) -> None:
+        """`admitted`, in the order of the queue, leave it; who stood between them stays at its head."""
+        stay: list[RequestState] = []
         for request in admitted:
+            while self._waiting[0] is not request:
+                stay.append(self._waiting.popleft())
+            self._waiting.popleft()
             self._overtaken.pop(request.request_id, None)
             self._active[request.request_id] = request
+        self._waiting.extendleft(reversed(stay))
         self._keep_order()
 
     def _keep_order(self) -> None:

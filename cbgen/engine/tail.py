@@ -7,8 +7,37 @@ pass    ████████▂▂▂▂▂▂▂▂▂▂      ████
 
 from heapq import heapify, heapreplace
 
+from cbgen.engine.requests import RequestState
+from cbgen.engine.scheduler import Scheduler
+
 # With so many rows a forward pass is no longer bound by reading the weights: fewer would not be cheaper.
 MIN_ACTIVE_AT_END = 32
+
+
+class BalancedTail:
+    """Once all requests are known, new ones wait as long as that lets the batch stay evenly filled to the end."""
+
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler = scheduler
+        self._balanced_for: tuple[int, int] | None = None  # active and waiting when it was last worked out
+
+    def balance(self) -> None:
+        """Worked out anew when somebody came, left or finished: all who are active come one token nearer to their end
+        at every step, which changes nothing."""
+        members = (self._scheduler.num_active, self._scheduler.num_waiting)
+        if self._scheduler.num_waiting and members != self._balanced_for:
+            self._balanced_for = members
+            active, waiting = (_tokens_left(requests) for requests in (self._scheduler.active, self._scheduler.waiting))
+            self._scheduler.limit_active(active_at_end(active, waiting))
+
+
+def _tokens_left(requests: list[RequestState]) -> list[int]:
+    """What each request and each of its forks may still generate."""
+    return [
+        member.params.max_tokens - member.num_generated_tokens
+        for request in requests
+        for member in (request, *request.forks)
+    ]
 
 
 def active_at_end(active: list[int], waiting: list[int]) -> int:

@@ -49,6 +49,7 @@ class AttentionBackend(Protocol):
 
     name: str
     page_bytes: int
+    is_batch_invariant: bool  # whether what a token gets has the same bits whatever else is in the pass
 
     def workspace_bytes(self, max_batch_tokens: int, max_model_len: int) -> int:
         """The most that one call of `attend` takes beside its inputs and output; an estimate on the safe side."""

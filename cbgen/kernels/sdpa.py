@@ -63,6 +63,7 @@ class SdpaAttention:
     """Attention over pages that hold K, then V, each [page_size, kv_heads, head_dim] in the model's dtype."""
 
     name = "sdpa"
+    is_batch_invariant = False
 
     def __init__(self, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype):
         self._page_size = page_size

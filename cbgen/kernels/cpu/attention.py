@@ -104,6 +104,8 @@ class DirectAttention:
 class PagedAttention:
     """Attention in C over pages in float32, bfloat16 or int8, the last with a scale for each token and head."""
 
+    is_batch_invariant = True
+
     def __init__(
         self,
         library: Library,
