@@ -1,17 +1,22 @@
 """A JSONL shard: lines that are read one by one, and the Arrow types that its values have together."""
 
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
 
+from cbgen.data.batches import BATCH_BYTES, BATCH_ROWS
+from cbgen.data.compressed import READ_FAILURES, open_lines, reason
+from cbgen.data.origins import Origin
 from cbgen.errors import InputError, UsageError
 
-BATCH_LINES = 1024
 MAX_NESTING = 24
+# A line that nests deeper is an error row, in every thread alike: how much recursion there is room for depends on the
+# stack of the one that reads.
+MAX_LINE_DEPTH = 200
+TOO_DEEP = f"JSON nested more than {MAX_LINE_DEPTH} deep"
 _ARROW_REFUSALS = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError)
 
 
@@ -22,8 +27,8 @@ class JsonlFile:
     column whose values have no common type, or nest too deeply, becomes a string column that holds JSON text.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, origin: Origin):
+        self.origin = origin
         self.num_rows = 0
         self._json_columns: set[str] = set()
         try:
@@ -33,34 +38,43 @@ class JsonlFile:
 
     def records(self, columns: list[str] | None) -> Iterator[tuple[dict[str, Any], str | None]]:
         """See InputFile.records. With None, a row has the keys of its own line only."""
-        name_shown = os.fsencode(self.path.name).decode("utf-8", "backslashreplace")
-        for number, line in self._lines():
-            values, error = _parse(line)
-            where = None if error is None else f"{name_shown}, line {number}: {error}"
-            yield values if columns is None else {name: values.get(name) for name in columns}, where
-
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Lines that are not blank, with their numbers."""
-        try:
-            with open(self.path, "rb") as file:
-                for number, raw in enumerate(file, start=1):
-                    line = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
-                    if line:
-                        yield number, line
-        except OSError as error:
-            raise InputError(f"{self.path}: cannot be read to its end: {error.strerror}") from error
+        for values, error, _ in self._parsed():
+            yield values if columns is None else {name: values.get(name) for name in columns}, error
 
     def tables(self, schema: pa.Schema) -> Iterator[pa.Table]:
         for batch in self._batches():
             yield pa.table([self._array(batch, field) for field in schema], schema=schema)
 
+    def place_of(self, index: int) -> str:
+        number, _ = next(islice(self._lines(), index, None))
+        return f"{self.origin.label}, line {number}"
+
+    def _parsed(self) -> Iterator[tuple[dict[str, Any], str | None, int]]:
+        """Each line's values, what is wrong with it, and its size in bytes."""
+        for number, line in self._lines():
+            values, error = parse_line(line)
+            yield values, None if error is None else f"{self.origin.label}, line {number}: {error}", len(line)
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Lines that are not blank, with their numbers."""
+        try:
+            with open_lines(self.origin.path) as file:
+                for number, raw in enumerate(file, start=1):
+                    line = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
+                    if line:
+                        yield number, line
+        except READ_FAILURES as error:
+            raise InputError(f"{self.origin.name}: cannot be read to its end: {reason(error)}") from error
+
     def _batches(self) -> Iterator[list[dict[str, Any]]]:
         batch: list[dict[str, Any]] = []
-        for values, _ in self.records(None):
+        batch_bytes = 0
+        for values, _, size_bytes in self._parsed():
             batch.append(values)
-            if len(batch) == BATCH_LINES:
+            batch_bytes += size_bytes
+            if len(batch) == BATCH_ROWS or batch_bytes >= BATCH_BYTES:
                 yield batch
-                batch = []
+                batch, batch_bytes = [], 0
         if batch:
             yield batch
 
@@ -118,19 +132,31 @@ def _fits_parquet(type_: pa.DataType, depth: int = 0) -> bool:
     return all(_fits_parquet(type_.field(place).type, depth + 1) for place in range(type_.num_fields))
 
 
-def _parse(line: bytes) -> tuple[dict[str, Any], str | None]:
+def parse_line(line: bytes) -> tuple[dict[str, Any], str | None]:
     """The object on a line, or an empty one and what is wrong with the line."""
     try:
         value = json.loads(line.decode("utf-8"))
         if not isinstance(value, dict):
             return {}, f"a JSON object is expected, this is a {type(value).__name__}"
+        if line.count(b"[") + line.count(b"{") > MAX_LINE_DEPTH and _is_deep(value):
+            return {}, TOO_DEEP
         return (_escape_surrogates(value) if b"\\ud" in line or b"\\uD" in line else value), None
     except UnicodeDecodeError as error:
         return {}, f"not UTF-8 (byte {error.start + 1} of the line)"
     except RecursionError:
-        return {}, "JSON nested too deeply"
+        return {}, TOO_DEEP
     except ValueError as error:
         return {}, f"not valid JSON: {error}"
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_LINE_DEPTH):
+        inner = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in inner for item in items if isinstance(item, list | dict)]
+        if not level:
+            return False
+    return True
 
 
 def _escape_surrogates(value: Any) -> Any:

@@ -1,34 +1,41 @@
-"""Input files as rows, lazily, and as Arrow tables with every column unchanged.
+"""Input of every kind as rows, lazily, and as Arrow tables with every column unchanged.
 
-    a.parquet b.jsonl "shards/*.parquet" folder/      files in the order given; globs and folders in natural order
+    a.parquet b.jsonl.gz "shards/*.parquet" folder/    files in the order given; globs and folders in natural order
+    -                                                  the standard input, of any of these formats
+    s3://bucket/folder hf://datasets/name/*.parquet    what fsspec reads: files, folders, globs
+    DatasetSource("name", "config", "train")           what the library `datasets` loads
 
 A line of JSONL that is not a JSON object is a row with an error that names file and line; the next line is unharmed.
 """
 
 import glob
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import chain, islice
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from cbgen.data.hf_dataset import DatasetFile, DatasetSource
 from cbgen.data.jsonl import JsonlFile
+from cbgen.data.origins import PARQUET_SUFFIXES, SUFFIXES, Origin, checked_suffix, natural_key, suffix_of
+from cbgen.data.parquet import ParquetFile
+from cbgen.data.remote import copy_from_url, is_url
 from cbgen.data.rows import PromptRow, parts_path
-from cbgen.data.schemas import cast, python_rows, unify
-from cbgen.errors import InputError, UsageError, first_line
+from cbgen.data.schemas import unify
+from cbgen.data.spool import Spool
+from cbgen.errors import InputError, UsageError
 
-PARQUET_SUFFIXES = (".parquet", ".pq")
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-BATCH_ROWS = 1024
+STDIN = "-"
 
 
 class InputFile(Protocol):
     """One shard. `schema` is fixed when it is opened; `num_rows` counts malformed rows too."""
 
-    path: Path
+    origin: Origin
     schema: pa.Schema
     num_rows: int
 
@@ -38,67 +45,47 @@ class InputFile(Protocol):
     def tables(self, schema: pa.Schema) -> Iterator[pa.Table]:
         """The rows again, as tables of the given schema, which this file's own was unified into."""
 
-
-class ParquetFile:
-    """A Parquet shard, read by row batches."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        try:
-            with pq.ParquetFile(path) as file:
-                self.schema = file.schema_arrow
-                self.num_rows = file.metadata.num_rows
-        except (pa.ArrowInvalid, OSError) as error:
-            raise UsageError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
-
-    def records(self, columns: list[str] | None) -> Iterator[tuple[dict[str, Any], str | None]]:
-        wanted = self.schema.names if columns is None else [name for name in columns if name in self.schema.names]
-        for batch in self._batches(wanted):
-            for values, error in python_rows(batch, self.path):
-                yield {name: values.get(name) for name in columns or wanted}, error
-
-    def tables(self, schema: pa.Schema) -> Iterator[pa.Table]:
-        for batch in self._batches(self.schema.names):
-            yield cast(pa.Table.from_batches([batch]), schema)
-
-    def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        if columns:
-            try:
-                with pq.ParquetFile(self.path) as file:
-                    yield from file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
-            except (pa.ArrowInvalid, OSError) as error:
-                raise InputError(f"{self.path}: cannot be read to its end: {first_line(error)}") from error
-        else:  # pyarrow gives no batches for no columns, but the rows are there
-            rest = [min(BATCH_ROWS, self.num_rows - first) for first in range(0, self.num_rows, BATCH_ROWS)]
-            empty = pa.struct([])
-            yield from (pa.RecordBatch.from_struct_array(pa.array([{}] * size, empty)) for size in rest)
-
-
-@dataclass(frozen=True)
-class _Identity:
-    """What tells, without reading a file, that it was changed."""
-
-    path: str
-    size_bytes: int
-    modified_ns: int
+    def place_of(self, index: int) -> str:
+        """Where a row stands, as a user finds it; index counts from 0."""
 
 
 class Input:
     """All shards of a job as one sequence of rows, with one schema."""
 
-    def __init__(self, files: list[InputFile], limit: int | None = None):
-        """limit: only the first so many rows. Raises UsageError when the shards' schemas cannot be unified."""
+    def __init__(self, files: Sequence[InputFile], limit: int | None = None, spool: Spool | None = None):
+        """limit: only the first so many rows. spool: the copies among the files, deleted by close().
+
+        Raises UsageError when the shards' schemas cannot be unified.
+        """
         self._files = files
-        self._identities = [_identity(file.path) for file in files]
         self._limit = limit
+        self._spool = spool
         self.schema = unify(files)
         total = sum(file.num_rows for file in files)
         self.num_rows = total if limit is None else min(limit, total)
 
+    def __enter__(self) -> "Input":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Deletes what was copied; the input cannot be read any more."""
+        if self._spool is not None:
+            self._spool.close()
+
     @property
     def identity(self) -> list[list[Any]]:
-        """Paths, sizes and times of change, as JSON holds them, and the limit: equal for an input left alone."""
-        return [[i.path, i.size_bytes, i.modified_ns] for i in self._identities] + [["limit", self._limit]]
+        """What each file was when it was opened, as JSON holds it, and the limit: equal for an input left alone."""
+        return [list(file.origin.identity) for file in self._files] + [["limit", self._limit]]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files together, as they lie: compressed, and with the rows beyond the limit."""
+        return sum(file.origin.size_bytes for file in self._files)
 
     def rows(self, columns: list[str]) -> Iterator[PromptRow]:
         """Every row in order, with the values of the given columns (None where a shard lacks one)."""
@@ -111,18 +98,17 @@ class Input:
                 index += 1
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Every row in order, with all its values as the file has them; a malformed row is empty."""
+        """Every row in order, with all its values as the file has them; a malformed row is empty.
+
+        Raises InputError for a file that was changed since it was opened, before the first row or after the last.
+        """
         self.check_unchanged()
-        index = 0
-        for file in self._files:
-            for values, _ in file.records(None):
-                if index >= self.num_rows:
-                    return
-                yield values
-                index += 1
+        for values, _ in islice(chain.from_iterable(file.records(None) for file in self._files), self.num_rows):
+            yield values
+        self.check_unchanged()
 
     def tables(self) -> Iterator[pa.Table]:
-        """Every row in order, as tables of `schema`."""
+        """Every row in order, as tables of `schema`. Raises as `records` does."""
         self.check_unchanged()
         left = self.num_rows
         for file in self._files:
@@ -130,62 +116,96 @@ class Input:
                 if left > 0:
                     yield table.slice(0, left)
                 left -= table.num_rows
+        self.check_unchanged()
+
+    def place_of(self, index: int) -> str:
+        """Where a row stands, for messages: "a.jsonl, line 7" or "b.parquet, row 12", counted from 1."""
+        for file in self._files:
+            if index < file.num_rows:
+                return file.place_of(index)
+            index -= file.num_rows
+        raise IndexError(index)
 
     def check_unchanged(self) -> None:
         """Raises InputError when a file is not what it was when the input was opened."""
-        for file, identity in zip(self._files, self._identities, strict=True):
-            if not file.path.exists() or _identity(file.path) != identity:
+        for file in self._files:
+            if file.origin.was_changed():
                 raise InputError(
-                    f"{file.path} was changed while the job ran; run the same command again: finished rows are kept"
+                    f"{file.origin.name} was changed while the job ran; run the same command again: finished rows are "
+                    "kept"
                 )
 
 
-def open_input(sources: Iterable[str], limit: int | None = None, output: Path | None = None) -> Input:
-    """Opens files, globs and folders. Raises UsageError for what is missing, empty or of another format.
+def open_input(
+    sources: Iterable[str],
+    limit: int | None = None,
+    output: Path | None = None,
+    dataset: DatasetSource | None = None,
+    error_file: Path | None = None,
+    open_file: Callable[[Origin], InputFile] | None = None,
+) -> Input:
+    """Opens files, globs, folders, URLs and the standard input; or a dataset instead of them.
 
-    output: where results go; neither it nor its parts are input, should a folder or glob hold them.
+    output, error_file: where results go, a file or a folder; neither it, what is in it, nor its parts are input, should
+    a folder or glob hold them. open_file: how a file is read; by its suffix unless given. Raises UsageError for what is
+    missing, broken or of another format. To be closed where it may hold copies.
     """
-    files: list[InputFile] = []
-    for path in _expand(sources, output):
-        if path.suffix in PARQUET_SUFFIXES:
-            files.append(ParquetFile(path))
-        elif path.suffix in JSONL_SUFFIXES:
-            files.append(JsonlFile(path))
-        else:
-            known = ", ".join(PARQUET_SUFFIXES + JSONL_SUFFIXES)
-            raise UsageError(f"{path}: the format is told by the extension, one of {known}")
-    if not files:
+    own = [path for path in (output, error_file) if path is not None]
+    sources = list(sources)
+    if dataset is not None:
+        if sources:
+            raise UsageError(
+                f"INPUT ({sources[0]}) and --dataset ({dataset.name}) exclude each other: give one of them"
+            )
+        return Input([DatasetFile(dataset)], limit)
+    if not sources:
         raise UsageError("no input: give at least one file, folder or glob")
-    return Input(files, limit)
+    if sources.count(STDIN) > 1:
+        raise UsageError(f"{STDIN} is the standard input, which can be read only once: give it once")
+    spool = Spool()
+    with ExitStack() as on_failure:
+        on_failure.callback(spool.close)
+        origins = (origin for source in sources for origin in _origins(source, own, spool))
+        files = [(open_file or open_by_suffix)(origin) for origin in origins]
+        opened = Input(files, limit, spool)
+        on_failure.pop_all()
+    return opened
 
 
-def _expand(sources: Iterable[str], output: Path | None) -> Iterator[Path]:
-    for source in sources:
-        path = Path(source).expanduser()
-        if path.is_file():
-            yield path
-            continue
-        if path.is_dir():
-            found = [p for p in path.iterdir() if p.suffix in PARQUET_SUFFIXES + JSONL_SUFFIXES and p.is_file()]
-        else:
-            found = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
-        found = [match for match in found if output is None or not _is_output(match, output)]
-        if not found:
-            what = "has no .parquet or .jsonl file" if path.is_dir() else "no such file, folder or glob match"
-            raise UsageError(f"{source}: {what}")
-        yield from sorted(found, key=lambda p: _natural(str(p)))
+def open_by_suffix(origin: Origin) -> InputFile:
+    """Parquet, or JSONL."""
+    is_parquet = checked_suffix(str(origin.path)) in PARQUET_SUFFIXES
+    return ParquetFile(origin) if is_parquet else JsonlFile(origin)
+
+
+def _origins(source: str, outputs: list[Path], spool: Spool) -> Iterator[Origin]:
+    """The files of one source, in order."""
+    if source == STDIN:
+        yield spool.add_stream(sys.stdin.buffer, "stdin", STDIN)
+    elif is_url(source):
+        yield from copy_from_url(source, spool)
+    elif Path(source).is_fifo():  # such as <(zcat ...) of a shell
+        with open(source, "rb") as pipe:
+            yield spool.add_stream(pipe, source, source)
+    else:
+        yield from map(Origin.local, _local_files(source, outputs))
+
+
+def _local_files(source: str, outputs: list[Path]) -> list[Path]:
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = [p for p in path.iterdir() if suffix_of(p.name) and p.is_file()]
+    else:
+        found = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
+    found = [match for match in found if not any(_is_output(match, output) for output in outputs)]
+    if not found:
+        what = f"has no file of {', '.join(SUFFIXES)}" if path.is_dir() else "no such file, folder or glob match"
+        raise UsageError(f"{source}: {what}")
+    return sorted(found, key=lambda p: natural_key(str(p)))
 
 
 def _is_output(path: Path, output: Path) -> bool:
-    own = (output.resolve(), parts_path(output).resolve())
-    return path.resolve() in own or path.resolve().parent in own
-
-
-def _natural(text: str) -> list[Any]:
-    """A sorting key that puts part-2 before part-10."""
-    return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", text)]
-
-
-def _identity(path: Path) -> _Identity:
-    stat = path.stat()
-    return _Identity(str(path.resolve()), stat.st_size, stat.st_mtime_ns)
+    own = {output.resolve(), parts_path(output).resolve()}
+    return not own.isdisjoint((path.resolve(), *path.resolve().parents))

@@ -1,34 +1,38 @@
-"""One schema for all shards, by a stated rule, and the shards' rows in it: as Arrow tables and as Python values."""
+"""One schema for all shards, by a stated rule, and the shards' rows in it."""
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from cbgen.data.origins import Origin
 from cbgen.errors import UsageError, first_line
 
 
 class HasSchema(Protocol):
-    path: Path
+    origin: Origin
     schema: pa.Schema
 
 
 def unify(files: Sequence[HasSchema]) -> pa.Schema:
     """Columns by name in order of first appearance; numbers widen, a missing or all-null column is null there."""
+    for file in files:
+        for name, count in Counter(file.schema.names).items():
+            if count > 1:
+                raise UsageError(f"{file.origin.name}: {count} columns are called {name!r}; rename all but one")
     schema = files[0].schema
     for file in files[1:]:
         try:
             schema = pa.unify_schemas([schema, file.schema], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise UsageError(_conflict(files, file) or f"{file.path}: {first_line(error)}") from error
+            raise UsageError(_conflict(files, file) or f"{file.origin.name}: {first_line(error)}") from error
     for place, field in enumerate(schema):
         present = [file.schema.get_field_index(field.name) for file in files]
         for file, own in zip(files, present, strict=True):
             if own >= 0 and not _widens(file.schema.field(own).type, field.type):
                 raise UsageError(
-                    _conflict(files, file) or f"{file.path}: column {field.name!r} does not become {field.type}"
+                    _conflict(files, file) or f"{file.origin.name}: column {field.name!r} does not become {field.type}"
                 )
         if min(present) < 0:
             schema = schema.set(place, field.with_nullable(True))
@@ -77,9 +81,32 @@ def _conflict(files: Sequence[HasSchema], culprit: HasSchema) -> str | None:
             place = other.schema.get_field_index(field.name)
             theirs = other.schema.field(place).type if place >= 0 else field.type
             if not _widens(theirs, field.type) and not _widens(field.type, theirs):
-                types = f"{theirs} in {other.path} and {field.type} in {culprit.path}"
+                types = f"{theirs} in {other.origin.name} and {field.type} in {culprit.origin.name}"
                 return f"column {field.name!r} is {types}; give it one type"
     return None
+
+
+def storable(schema: pa.Schema) -> pa.Schema:
+    """The schema with plain texts for the views inside of nested columns, which pyarrow reads but cannot write."""
+    for place, field in enumerate(schema):
+        if pa.types.is_nested(field.type):
+            schema = schema.set(place, field.with_type(_without_views(field.type)))
+    return schema
+
+
+def _without_views(type_: pa.DataType) -> pa.DataType:
+    if pa.types.is_string_view(type_) or pa.types.is_binary_view(type_):
+        return pa.string() if pa.types.is_string_view(type_) else pa.binary()
+    if not pa.types.is_nested(type_):
+        return type_
+    inner = [type_.field(place).with_type(_without_views(type_.field(place).type)) for place in range(type_.num_fields)]
+    if pa.types.is_struct(type_):
+        return pa.struct(inner)
+    if pa.types.is_map(type_):
+        return pa.map_(*inner[0].type, keys_sorted=type_.keys_sorted)
+    if pa.types.is_fixed_size_list(type_):
+        return pa.list_(inner[0], type_.list_size)
+    return pa.large_list(inner[0]) if pa.types.is_large_list(type_) else pa.list_(inner[0])
 
 
 def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -88,46 +115,11 @@ def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
         return table
     present = set(table.schema.names)
     columns = [
-        table[field.name].cast(field.type, safe=False)
-        if field.name in present
-        else pa.nulls(table.num_rows, field.type)
+        _cast_column(table[field.name], field.type) if field.name in present else pa.nulls(table.num_rows, field.type)
         for field in schema
     ]
     return pa.table(columns, schema=schema)
 
 
-def python_rows(batch: pa.RecordBatch, path: Path) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """Rows as Python values. What Python cannot hold becomes text: nanoseconds, dates beyond the year 9999.
-
-    Text that is not UTF-8 is escaped, and is its row's error.
-    """
-    for place, field in enumerate(batch.schema):
-        if pa.types.is_timestamp(field.type) and field.type.unit == "ns":
-            batch = batch.set_column(place, field.name, _as_text(batch.column(place)))
-    try:
-        rows = batch.to_pylist()
-    except (ValueError, OverflowError):
-        yield from (_escaped_row(batch.slice(number, 1), path) for number in range(batch.num_rows))
-    else:
-        yield from ((row, None) for row in rows)
-
-
-def _escaped_row(row: pa.RecordBatch, path: Path) -> tuple[dict[str, Any], str | None]:
-    values, broken = {}, None
-    for name, column in zip(row.schema.names, row.columns, strict=True):
-        try:
-            values[name] = column[0].as_py()
-        except UnicodeDecodeError:
-            broken = f"{path.name}: column {name!r} of this row is not UTF-8"
-            flat = is_text(column.type)
-            values[name] = (
-                column.cast(pa.large_binary())[0].as_py().decode("utf-8", "backslashreplace") if flat else None
-            )
-        except (ValueError, OverflowError):
-            values[name] = _as_text(column)[0].as_py() if pa.types.is_temporal(column.type) else str(column[0])
-    return values, broken
-
-
-def _as_text(column: pa.Array) -> pa.Array:
-    """Dates and times in ISO form."""
-    return pc.replace_substring(column.cast(pa.string()), " ", "T")
+def _cast_column(column: pa.ChunkedArray, type_: pa.DataType) -> pa.ChunkedArray:
+    return column if column.type == type_ else column.cast(type_, safe=False)

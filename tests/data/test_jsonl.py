@@ -8,7 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cbgen.data.jsonl import BATCH_LINES, JsonlFile
+from cbgen.data.batches import BATCH_ROWS as BATCH_LINES
+from cbgen.data.jsonl import JsonlFile
+from cbgen.data.origins import Origin
 from cbgen.data.readers import open_input
 from cbgen.errors import UsageError
 
@@ -18,7 +20,7 @@ GOOD = b'{"x": "one"}'
 def opened(folder: Path, content: bytes) -> JsonlFile:
     path = folder / "rows.jsonl"
     path.write_bytes(content)
-    return JsonlFile(path)
+    return JsonlFile(Origin.local(path))
 
 
 def with_values(folder: Path, values: list[Any]) -> JsonlFile:
@@ -70,7 +72,7 @@ BAD_LINES = {
     "number": (b"3", "a JSON object is expected"),
     "text": (b'"x"', "a JSON object is expected"),
     "null": (b"null", "a JSON object is expected"),
-    "nested too deeply": (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    "nested too deeply": (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested more than 200 deep"),
 }
 
 
@@ -237,5 +239,5 @@ def test_a_jsonl_shard_takes_the_type_of_the_whole_input(tmp_path: Path) -> None
 def test_what_cannot_be_opened_is_a_usage_error(tmp_path: Path) -> None:
     """A path that is no file is refused in one line that names it."""
     with pytest.raises(UsageError, match="cannot be read") as caught:
-        JsonlFile(tmp_path)
+        JsonlFile(Origin.local(tmp_path))
     assert str(tmp_path) in str(caught.value)

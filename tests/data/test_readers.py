@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cbgen.data.readers import BATCH_ROWS, Input, open_input
+from cbgen.data.batches import BATCH_ROWS
+from cbgen.data.readers import Input, open_input
 from cbgen.errors import InputError, UsageError
 
 DAY = datetime(2024, 2, 29, 12, 30, tzinfo=timezone.utc)
@@ -103,7 +104,7 @@ def test_any_file_name_can_be_sorted(tmp_path: Path) -> None:
         (lambda folder: (folder / "rows.csv").write_text("a,b"), ["rows.csv"], ".parquet, .pq, .jsonl"),
         (lambda folder: None, ["absent.parquet"], "no such file"),
         (lambda folder: None, ["absent-*.parquet"], "no such file"),
-        (lambda folder: (folder / "empty").mkdir(), ["empty"], "no .parquet or .jsonl file"),
+        (lambda folder: (folder / "empty").mkdir(), ["empty"], "has no file of .parquet"),
         (lambda folder: (folder / "torn.parquet").write_bytes(b"PAR1 cut"), ["torn.parquet"], "not a readable Parquet"),
         (lambda folder: (folder / "zero.parquet").touch(), ["zero.parquet"], "not a readable Parquet"),
         (lambda folder: None, [], ""),
@@ -320,3 +321,78 @@ def test_identity_tells_one_input_from_another(tmp_path: Path) -> None:
     assert open_input([path], limit=1).identity != identity
     os.utime(path, ns=(0, 0))
     assert open_input([path]).identity != identity
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Which of them a row's value would come from, nobody could say."""
+    path = save(tmp_path / "a.parquet", pa.table([[1], [2]], names=["x", "x"]))
+    with pytest.raises(UsageError, match=r"a\.parquet: 2 columns are called 'x'"):
+        open_input([path])
+
+
+BEYOND_PYTHON = {
+    "time stamp": (pa.timestamp("ns"), 1_001, "1970-01-01T00:00:00.000001001"),
+    "time of day": (pa.time64("ns"), 1, "00:00:00.000000001"),
+    "duration": (pa.duration("ns"), 1, "1"),
+    "whole duration": (pa.duration("ns"), 5_000, timedelta(microseconds=5)),
+    "date after the year 9999": (pa.timestamp("us"), 2**58, "11103-08-29T17:22:31.711744"),
+    "beyond any calendar": (pa.timestamp("us"), 2**60, str(2**60)),
+}
+
+
+@pytest.mark.parametrize(("type_", "stored", "value"), BEYOND_PYTHON.values(), ids=BEYOND_PYTHON)
+@pytest.mark.parametrize("wrap", ["column", "list", "struct", "map"])
+def test_what_python_cannot_hold_is_text_at_any_depth(
+    tmp_path: Path, type_: pa.DataType, stored: int, value: Any, wrap: str
+) -> None:
+    """The same whether pandas is installed or not; its neighbours are unharmed."""
+    inner = pa.array([stored, 0]).view(type_)
+    array = {
+        "column": inner,
+        "list": pa.ListArray.from_arrays([0, 1, 2], inner),
+        "struct": pa.StructArray.from_arrays([inner, pa.array(["a", "b"])], ["t", "s"]),
+        "map": pa.MapArray.from_arrays([0, 1, 2], pa.array(["k", "k"]), inner),
+    }[wrap]
+    expected = {"column": value, "list": [value], "struct": {"t": value, "s": "a"}, "map": [("k", value)]}[wrap]
+    source = open_input([save(tmp_path / "a.parquet", {"x": array, "y": [1, 2]})])
+    first, second = source.rows(["x", "y"])
+    assert first.values == {"x": expected, "y": 1}
+    assert (second.values["y"], first.error, second.error) == (2, None, None)
+    assert whole(source)["x"].combine_chunks() == array
+
+
+def test_a_nested_text_that_is_not_utf8_names_file_and_row(tmp_path: Path) -> None:
+    """It is escaped where it stands, and the other fields of its row are there."""
+    offsets = pa.array([0, 1, 3], pa.int32()).buffers()[1]
+    text = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"a\xff\xfe")])
+    messages = pa.ListArray.from_arrays([0, 1, 2], pa.StructArray.from_arrays([text], ["content"]))
+    rows = list(open_input([save(tmp_path / "a.parquet", {"x": messages, "y": [1, 2]})]).rows(["x", "y"]))
+    assert rows[0].error is None
+    assert rows[1].error == "a.parquet, row 2: column 'x' is not UTF-8"
+    assert rows[1].values == {"x": [{"content": "\\xff\\xfe"}], "y": 2}
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_nested_dictionaries_and_views_can_be_read_and_written(tmp_path: Path, num_rows: int) -> None:
+    """Pyarrow joins no nested dictionaries of two row groups, and slices no nested views."""
+    words = [f"w{number}" for number in range(num_rows)]
+    codes = pa.ListArray.from_arrays(list(range(num_rows + 1)), pa.array(words).dictionary_encode())
+    views = pa.StructArray.from_arrays([pa.array(words, pa.string_view())], ["v"])
+    schema = pa.schema([("codes", codes.type), ("views", views.type)])
+    with pq.ParquetWriter(tmp_path / "a.parquet", schema) as writer:
+        for place in range(num_rows):
+            row = {"codes": codes.slice(place, 1).to_pylist(), "views": [{"v": words[place]}]}
+            writer.write_table(pa.table({name: pa.array(row[name], schema.field(name).type) for name in schema.names}))
+    source = open_input([str(tmp_path / "a.parquet")])
+    assert column(source, "codes") == [[word] for word in words]
+    assert column(source, "views") == [{"v": word} for word in words]
+    table = whole(source)
+    pq.write_table(table, tmp_path / "b.parquet", row_group_size=2)
+    assert pq.read_table(tmp_path / "b.parquet").to_pylist() == table.to_pylist()
+
+
+def test_what_lies_in_the_folder_of_the_output_is_no_input(shards: Path) -> None:
+    """At any depth; a file that is given by its own name is input all the same."""
+    sources = [str(shards / "**" / "part-*.p*")]
+    assert column(open_input(sources, output=shards / "sub"), "x") == [2, 10]
+    assert column(open_input([str(shards / "sub" / "part-3.pq")], output=shards / "sub"), "x") == [3]
