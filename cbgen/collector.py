@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -22,16 +22,24 @@ POLL_S = 0.2
 class Collector:
     """Turns finished requests into output rows and publishes them, in a thread of its own.
 
+    give_up: whether a publication that waits for room on the disk is to wait no longer.
     num_deduplicated: output rows, of those that num_ok and num_failed count, which share the request of another one.
     """
 
-    def __init__(self, prompter: Prompter, writer: PartWriter, duplicates: Duplicates):
+    def __init__(
+        self,
+        prompter: Prompter,
+        writer: PartWriter,
+        duplicates: Duplicates,
+        give_up: Callable[[], bool] = lambda: False,
+    ):
         self.num_ok = 0
         self.num_failed = 0
         self.num_deduplicated = 0
         self._prompter = prompter
         self._writer = writer
         self._duplicates = duplicates
+        self._give_up = give_up
         self._queue: queue.Queue[RequestState | OutputRow | None] = queue.Queue(COLLECT_ROWS_AHEAD)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="cbgen-collector", daemon=True)
@@ -46,15 +54,21 @@ class Collector:
             try:
                 return self._queue.put(item, timeout=POLL_S)
             except queue.Full:
-                continue
+                self._abandon_if_late()
 
     def close(self) -> None:
         """Publishes everything handed over so far."""
         if self._failure is None:
             self.put(None)
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(POLL_S)
+            self._abandon_if_late()
         if self._failure is not None:
             raise self._failure
+
+    def _abandon_if_late(self) -> None:
+        if self._give_up():
+            self._writer.patience.abandon()
 
     def _work(self) -> None:
         try:
@@ -138,14 +152,4 @@ def failed_row(tag: RowTag, error: str) -> OutputRow:
         completion=None,
         finish_reason=FinishReason.ERROR.value,
         error=error,
-        prompt_tokens=0,
-        completion_tokens=0,
-        completion_ids=[],
-        queue_s=None,
-        prefill_s=None,
-        decode_s=None,
-        ttft_s=None,
-        tpot_s=None,
-        arrival_time=None,
-        finish_time=None,
     )

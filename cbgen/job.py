@@ -1,245 +1,212 @@
 """One job from spec to final file: resolve, resume, feed, generate, publish, assemble."""
 
 import json
-import time
-from dataclasses import asdict, dataclass
-from datetime import date
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from cbgen.cache.sizing import mib, with_memory_utilization
 from cbgen.collector import Collector
-from cbgen.data.assembly import Results, assemble
-from cbgen.data.files import check_writable, publish_text
-from cbgen.data.manifest import PartsFolder
+from cbgen.data.assembly import Results
+from cbgen.data.files import DiskPatience, check_writable
+from cbgen.data.manifest import Manifest, PartsFolder
+from cbgen.data.published import PublishedResults
+from cbgen.data.selection import Selection
 from cbgen.data.writers import PartWriter
-from cbgen.device import free_memory_bytes, peak_memory_bytes, total_memory_bytes
 from cbgen.duplicates import Duplicates
-from cbgen.engine.build import Engine, build_engine
-from cbgen.engine.metrics import EngineMetrics
-from cbgen.errors import EXIT_DONE, EXIT_FAILED_ROWS, OutputError
+from cbgen.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_TOO_MANY_FAILED, OutputError
+from cbgen.finished import look_at_output, manifest_of
+from cbgen.generation import EngineRun, generate
 from cbgen.jobspec import JobSpec
-from cbgen.models.loading import load
-from cbgen.pipeline import Feeder, sample_key
-from cbgen.prompting import OPTION_COLUMNS, Prompter
-from cbgen.report import ProgressReporter, Snapshot, Summary, print_first_prompt, print_line, print_resolved, versions
-from cbgen.resolution import ResolvedJob, finished_footer, resolve_job, resolved_lines, warnings_about
+from cbgen.pipeline import Feeder
+from cbgen.prompting import Prompter
+from cbgen.reopening import reopen
+from cbgen.report import Summary, print_first_prompt, print_line, print_resolved, versions
+from cbgen.resolution import ResolvedJob, resolve_job, resolved_lines, warnings_about
 from cbgen.row_window import WindowLimits
+from cbgen.stopping import ErrorLimit, StopSwitch, parse_duration
+from cbgen.summary import summarize
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: the exit code, and the figures unless an earlier run had done everything."""
+    """How a job ended: the exit code, and the figures unless an earlier run had done everything.
+
+    output: where the rows are; errors_in: where the user finds why rows failed.
+    """
 
     exit_code: int
     summary: Summary | None
-
-
-@dataclass(frozen=True)
-class EngineRun:
-    """What one run of the engine left behind; no engine when nothing was left to generate."""
-
-    engine: Engine | None
-    metrics: EngineMetrics
-    load_s: float
+    output: Path
+    errors_in: str
 
 
 def run_job(spec: JobSpec, console: Console, limits: WindowLimits | None = None) -> Outcome:
-    """Runs a job to its final file, or continues one. Raises CbgenError; what was published until then is kept.
+    """Runs a job to its final file, or continues one. What was published until it raises is kept.
 
-    limits: how many rows are put in order at a time, and how many wait for the result of another.
+    limits: how many rows are put in order at a time, and how many wait for the result of another. Raises CbgenError,
+    and Stopped when a signal or --time-limit ends it early.
     """
-    job = resolve_job(spec, lambda text: print_line(console, text))
-    for warning in warnings_about(job):
-        print_line(console, f"warning: {warning}")
-    folder = PartsFolder(spec.output)
-    finished = finished_footer(job, may_replace=folder.is_begun or spec.resume == "never")
-    if finished is not None and spec.resume != "never":
-        return _already_complete(finished, folder, console)
-    for path in (spec.output, spec.summary_path or spec.output):
-        check_writable(path.parent)
-    try:
-        today = folder.open(job.fingerprint, spec.resume)
-        print_resolved(console, resolved_lines(job))
-        feeder, collector = _start_pipeline(job, folder, today, console, limits or WindowLimits())
-        run = _generate(job, feeder, collector, console)
-        summary, config = _finish(job, folder, feeder, collector, run, today)
-    finally:
-        folder.close()
-    if spec.summary_path is not None:
-        publish_text(spec.summary_path, json.dumps(summary.as_json(config), indent=2, ensure_ascii=False) + "\n")
-    return Outcome(_exit_code(summary.rows_failed), summary)
+    limit_s = None if spec.time_limit is None else parse_duration("--time-limit", spec.time_limit)
+    ErrorLimit(spec.max_errors)  # what is wrong with it is told before anything is read
+    stop = StopSwitch(spec.drain_timeout, limit_s)
+    with stop.listening():
+        job = resolve_job(spec, lambda text: print_line(console, text))
+        with job.source:
+            return JobRun(job, stop, console, limits or WindowLimits()).run()
 
 
-def _already_complete(finished: dict[str, Any], folder: PartsFolder, console: Console) -> Outcome:
-    """Nothing is left to do, but perhaps to delete parts that a run was killed over."""
-    if folder.path.exists():
-        folder.remove()
-    failed = finished["rows_failed"]
-    advice = "; --resume never generates them all again" if failed else ""
-    print_line(console, f"{folder.output} is complete: {finished['rows_ok']} rows ok, {failed} failed{advice}")
-    return Outcome(_exit_code(failed), None)
+class JobRun:
+    """One run of a resolved job: from what is there already to the final file."""
 
+    def __init__(self, job: ResolvedJob, stop: StopSwitch, console: Console, limits: WindowLimits):
+        self._job = job
+        self._stop = stop
+        self._console = console
+        self._limits = limits
+        self._folder = PartsFolder(job.output.path)
+        self._patience = DiskPatience(job.spec.publish_timeout, self._print)
 
-def _start_pipeline(
-    job: ResolvedJob, folder: PartsFolder, today: date, console: Console, limits: WindowLimits
-) -> tuple[Feeder, Collector]:
-    """Starts the threads beside the engine: rows begin to be read, rendered and tokenized while weights are loaded."""
-    done = _done_samples(folder)
-    if done:
-        print_line(console, f"resuming  {len(done)} of {job.source.num_rows * job.spec.n} results are there already")
-    prompter = Prompter(job.model.tokenizer, job.prompts, job.defaults, today, job.model.vocab_size)
-    duplicates = Duplicates(limits.max_duplicates)
-    collector = Collector(prompter, PartWriter(folder, job.spec.part_rows, job.spec.part_interval), duplicates)
-    feeder = Feeder(
-        job.source,
-        [*job.prompts.columns, *OPTION_COLUMNS],
-        prompter,
-        done=done,
-        num_samples=job.spec.n,
-        job_seed=job.spec.seed,
-        max_model_len=job.model.max_model_len,
-        collector=collector,
-        duplicates=duplicates,
-        deduplicate=job.spec.deduplicate,
-        limits=limits,
-        on_first_prompt=lambda text: print_first_prompt(console, text),
-    )
-    return feeder, collector
+    def run(self) -> Outcome:
+        job, spec = self._job, self._job.spec
+        for warning in warnings_about(job):
+            self._print(f"warning: {warning}")
+        found = look_at_output(job, self._folder)
+        if found.complete is not None and not self._folder.path.exists():
+            return self._already_complete(found.complete)
+        job.refuse_repeated_ids()
+        for path in (*job.output.new_files, spec.summary_path or job.output.path):
+            check_writable(path.parent)
+        try:
+            self._folder.lock()
+            found = look_at_output(job, self._folder)  # again, now that no other run can change it
+            if found.complete is not None:
+                return self._already_complete(found.complete)
+            if found.reopened is not None and found.has_leftovers:
+                self._folder.discard()
+            manifest = self._folder.open(manifest_of(job, found), spec.resume, spec.retry_kinds)
+            print_resolved(self._console, resolved_lines(job))
+            feeder, collector, num_failed = self._start_pipeline(manifest)
+            run = generate(job, feeder, collector, self._stop, num_failed, self._console)
+            summary, config = self._finish(manifest, feeder, collector, run)
+        finally:
+            self._folder.close()
+        if spec.summary_path is not None:
+            text = json.dumps(summary.as_json(config), indent=2, ensure_ascii=False) + "\n"
+            summary_path = spec.summary_path
+            self._patience.publish(summary_path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        return self._outcome(summary.rows_ok, summary.rows_failed, summary)
 
+    def _already_complete(self, finished: dict[str, Any]) -> Outcome:
+        """Nothing is left to do, but perhaps to delete parts that a run was killed over."""
+        if self._folder.path.exists():
+            self._remove_parts()
+        ok, failed = finished["rows_ok"], finished["rows_failed"]
+        advice = "; --retry failed generates those again" if failed else ""
+        self._print(f"{self._folder.output} is complete: {ok} rows ok, {failed} failed{advice}")
+        return self._outcome(ok, failed, None)
 
-def _generate(job: ResolvedJob, feeder: Feeder, collector: Collector, console: Console) -> EngineRun:
-    """Loads the model, if a row is left to generate, and steps it to the end. What finished is published anyway."""
-    try:
-        if not feeder.wait_for_first():
-            return EngineRun(None, EngineMetrics(), 0.0)
-        started_s = time.perf_counter()
-        engine = _load_engine(job)
-        load_s = time.perf_counter() - started_s
-        print_resolved(console, _engine_lines(engine, load_s))
-        _step_to_the_end(job, engine, feeder, collector, console)
-        return EngineRun(engine, engine.manager.metrics, load_s)
-    finally:
-        feeder.close()
-        collector.close()
+    def _outcome(self, num_ok: int, num_failed: int, summary: Summary | None) -> Outcome:
+        """All rows failed is no success, and more than some rows that did."""
+        too_many = ErrorLimit(self._job.spec.max_errors).exceeded(num_failed, num_ok + num_failed, at_end=True)
+        if num_failed and (too_many or not num_ok):
+            code = EXIT_TOO_MANY_FAILED
+        else:
+            code = EXIT_FAILED_ROWS if num_failed else EXIT_DONE
+        return Outcome(code, summary, self._job.output.path, self._job.output.errors_in(self._job.layout))
 
+    def _start_pipeline(self, manifest: Manifest) -> tuple[Feeder, Collector, int]:
+        """Starts the threads beside the engine: rows begin to be read, rendered and tokenized while weights are loaded.
 
-def _finish(
-    job: ResolvedJob, folder: PartsFolder, feeder: Feeder, collector: Collector, run: EngineRun, today: date
-) -> tuple[Summary, dict[str, Any]]:
-    """Assembles the final file and deletes the parts. Returns the figures, and the configuration as it is recorded."""
-    results = Results(folder, bytes(feeder.keys), job.spec.n)
-    if results.num_missing:
-        raise OutputError(f"{results.num_missing} results are not in {folder.path}: run the same command again")
-    summary = _summarize(job, run, feeder, collector, results.num_failed)
-    engine_config = asdict(run.engine.config) if run.engine else None
-    chosen = {"order": job.spec.order, "deduplicate": job.spec.deduplicate, "device": str(job.device)}
-    config = {**job.fingerprint, **chosen, "engine": engine_config}
-    footer = {
-        "fingerprint": job.fingerprint,
-        "input": job.source.identity,
-        "columns": job.layout.names,
-        "revision": job.model.revision,
-        "date": today.isoformat(),
-        "rows_ok": summary.rows_ok,
-        "rows_failed": summary.rows_failed,
-        "config": config,
-        "versions": versions(),
-    }
-    assemble(job.spec.output, job.source, results, job.layout, footer)
-    folder.remove()
-    return summary, config
-
-
-def _done_samples(folder: PartsFolder) -> set[bytes]:
-    """What earlier runs have generated. A failed row is tried again: the cache may be larger now, for one."""
-    columns = ["key", "sample_index", "error"]
-    return {
-        sample_key(key, sample)
-        for _, table in folder.parts(columns)
-        for key, sample, error in zip(*(table[name].to_pylist() for name in columns), strict=True)
-        if error is None
-    }
-
-
-def _load_engine(job: ResolvedJob) -> Engine:
-    model, shape = load(job.model, job.device, job.quantization)
-    config = job.spec.engine_config().resolve(job.device.type)
-    free_bytes = free_memory_bytes(job.device)
-    if job.spec.gpu_memory_utilization is not None:
-        config = with_memory_utilization(
-            config, job.spec.gpu_memory_utilization, total_memory_bytes(job.device), free_bytes
+        Returns with them how many rows failed in earlier runs and are not tried again.
+        """
+        job, spec = self._job, self._job.spec
+        prompter = Prompter(
+            job.model.tokenizer, job.prompts, job.defaults, manifest.date, job.model.vocab_size, spec.id_column
         )
-    return build_engine(model, shape, job.model.dtype, config, job.model.eos_token_ids, job.device, free_bytes)
-
-
-def _step_to_the_end(job: ResolvedJob, engine: Engine, feeder: Feeder, collector: Collector, console: Console) -> None:
-    manager = engine.manager
-
-    def snapshot() -> Snapshot:
-        return Snapshot(
-            rows_resumed=feeder.num_already_done,
-            rows_done=feeder.num_already_done + collector.num_ok + collector.num_failed,
-            output_tokens=manager.metrics.output_tokens,
-            active_requests=manager.scheduler.num_active,
-            cache_used_share=manager.cache.used_share,
-            elapsed_s=manager.metrics.elapsed_s,
+        if manifest.base == "pending":
+            count = reopen(job, self._folder, prompter, self._writer(generation=0))
+            manifest = replace(manifest, base="imported")
+            self._folder.write_manifest(manifest)
+            self._print(f"reopened  {job.output.path}: its {count} results are taken over")
+        published = PublishedResults(self._folder, job.rows_total, manifest.retry)
+        num_done, num_failed = published.count()
+        if num_done:
+            self._print(f"resuming  {num_done} of {job.rows_total} results are there already")
+        if manifest.retry.kinds:
+            self._print(f"retrying  {published.num_to_retry} results: {', '.join(manifest.retry.kinds)}")
+        elif spec.retry_kinds:
+            self._print("warning: --retry has no effect: nothing was generated yet")
+        duplicates = Duplicates(self._limits.max_duplicates)
+        writer = self._writer(manifest.retry.generation)
+        collector = Collector(prompter, writer, duplicates, give_up=lambda: self._stop.is_overdue)
+        feeder = Feeder(
+            job.source,
+            job.columns,
+            prompter,
+            published=published,
+            shard=job.shard,
+            num_samples=spec.n,
+            job_seed=spec.seed,
+            max_model_len=job.model.max_model_len,
+            collector=collector,
+            duplicates=duplicates,
+            deduplicate=spec.deduplicate,
+            limits=self._limits,
+            on_first_prompt=lambda text: print_first_prompt(self._console, text),
         )
+        return feeder, collector, num_failed
 
-    shares = manager.cache.shares_blocks
-    feeder.arrange(job.spec.order, engine.config.page_size if shares else None)
-    total_rows = job.source.num_rows * job.spec.n
-    with ProgressReporter(console, total_rows, snapshot):
-        for request in manager.run(feeder):
-            collector.put(request)
+    def _finish(
+        self, manifest: Manifest, feeder: Feeder, collector: Collector, run: EngineRun
+    ) -> tuple[Summary, dict[str, Any]]:
+        """Assembles the final file and deletes the parts. Returns the figures, and the configuration as recorded."""
+        job = self._job
+        feeder.forget()
+        selection = Selection(job.source, feeder.is_mine)
+        results = Results(self._folder, feeder.keys, job.spec.n)
+        if results.num_missing:
+            raise OutputError(
+                f"{results.num_missing} results are not in {self._folder.path}: run the same command again"
+            )
+        if results.num_foreign:
+            self._print(f"{results.num_foreign} results are of rows that the input no longer has: left out")
+        rows_total = selection.num_rows * job.spec.n
+        summary = summarize(job, run, feeder, collector, rows_total, results.num_failed)
+        chosen = {"order": job.spec.order, "deduplicate": job.spec.deduplicate, "device": str(job.device)}
+        config = {**job.fingerprint, **chosen, "engine": asdict(run.engine.config) if run.engine else None}
+        footer = {
+            "job_id": manifest.job_id,
+            "fingerprint": job.fingerprint,
+            "input": job.source.identity,
+            "input_rows": job.source.num_rows,
+            "columns": job.layout.names,
+            "generation": manifest.retry.generation,
+            "revision": job.model.revision,
+            "date": manifest.date.isoformat(),
+            "rows_total": rows_total,
+            "rows_ok": summary.rows_ok,
+            "rows_failed": summary.rows_failed,
+            "config": config,
+            "versions": versions(),
+        }
+        job.output.write(selection, results, job.layout, footer, self._patience)
+        self._remove_parts()
+        return summary, config
 
+    def _remove_parts(self) -> None:
+        """The output is whole by now, so that what cannot be deleted is no failure of the job."""
+        try:
+            self._folder.remove()
+        except OutputError as error:
+            self._print(f"warning: {error}")
 
-def _summarize(job: ResolvedJob, run: EngineRun, feeder: Feeder, collector: Collector, num_failed: int) -> Summary:
-    metrics = run.metrics
-    rows_total = job.source.num_rows * job.spec.n
-    per_second = 1.0 / metrics.elapsed_s if metrics.elapsed_s > 0 else 0.0
-    return Summary(
-        rows_total=rows_total,
-        rows_ok=rows_total - num_failed,
-        rows_failed=num_failed,
-        rows_resumed=feeder.num_already_done,
-        deduplicated=collector.num_deduplicated,
-        prompt_tokens=metrics.prompt_tokens,
-        computed_prompt_tokens=metrics.computed_prompt_tokens,
-        output_tokens=metrics.output_tokens,
-        elapsed_s=metrics.elapsed_s,
-        load_s=run.load_s,
-        requests_per_second=metrics.requests_ok * per_second,
-        total_tokens_per_second=(metrics.prompt_tokens + metrics.output_tokens) * per_second,
-        output_tokens_per_second=metrics.output_tokens * per_second,
-        prefix_hit_tokens=metrics.prefix_hit_tokens,
-        offloads=metrics.offloads,
-        soft_resets=metrics.soft_resets,
-        swaps=metrics.swaps,
-        recomputed_tokens=metrics.recomputed_tokens,
-        clamped_max_tokens=feeder.num_clamped,
-        mean_batch_requests=metrics.mean_batch_requests,
-        peak_cache_used_share=metrics.peak_used_share,
-        peak_memory_bytes=peak_memory_bytes(job.device),
-    )
+    def _writer(self, generation: int) -> PartWriter:
+        spec = self._job.spec
+        return PartWriter(self._folder, spec.part_rows, spec.part_interval, self._patience, generation)
 
-
-def _engine_lines(engine: Engine, load_s: float) -> dict[str, str]:
-    config, plan = engine.config, engine.plan
-    sharing = "on" if engine.manager.cache.shares_blocks else "off"
-    if config.allow_block_sharing and not plan.layout.supports_sharing:
-        sharing += " (not every layer keeps all tokens)"
-    swap = f", swap pool {mib(config.cpu_offload_bytes)}" if config.cpu_offload_bytes else ""
-    windows = "".join(f", window {group.window}" for group in plan.layout.groups if group.window is not None)
-    return {
-        "engine": f"{config.scheduler_type}, max_batch_tokens {config.max_batch_tokens}, max_requests_per_batch "
-        f"{config.max_requests_per_batch}, safety_margin {config.safety_margin:g}, attention {engine.kernel}{windows}",
-        "cache": f"{plan.num_blocks} blocks of {config.page_size} tokens, {mib(plan.cache_bytes)}{swap}, "
-        f"prefix sharing {sharing}",
-        "loaded in": f"{load_s:.1f} s",
-    }
-
-
-def _exit_code(num_failed: int) -> int:
-    return EXIT_FAILED_ROWS if num_failed else EXIT_DONE
+    @property
+    def _print(self) -> Callable[[str], None]:
+        return lambda text: print_line(self._console, text)

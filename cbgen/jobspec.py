@@ -1,5 +1,6 @@
 """The job as the user writes it: options of `cbgen run`, or a YAML file of the same names."""
 
+import datetime
 import difflib
 import json
 from dataclasses import fields
@@ -13,6 +14,7 @@ from cbgen.config import ContinuousBatchingConfig
 from cbgen.errors import UsageError
 
 OUTPUT_SUFFIXES = (".parquet", ".jsonl")
+RETRY_KINDS = ("failed", "truncated")
 SPEC_SUFFIXES = (".yaml", ".yml")
 
 
@@ -21,7 +23,7 @@ class JobSpec(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    input: Annotated[list[str], pydantic.Field(min_length=1)]
+    input: list[str] = []
     model: str
     out: str
     revision: str | None = None
@@ -31,13 +33,21 @@ class JobSpec(pydantic.BaseModel):
     calibration: str | None = None
     max_model_len: int | None = None
 
+    dataset: str | None = None
+    dataset_config: str | None = None
+    split: str | None = None
+    format: Literal["auto", "openai-batch"] = "auto"
+    id_column: str | None = None
     prompt_column: str | None = None
     messages_column: str | None = None
     template: str | None = None
     system_prompt: str | None = None
     chat: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    date: datetime.date | None = None
     limit: pydantic.NonNegativeInt | None = None
+    shard_index: pydantic.NonNegativeInt | None = None
+    shard_count: pydantic.PositiveInt | None = None
 
     max_tokens: int = 512
     temperature: float | None = None
@@ -49,11 +59,19 @@ class JobSpec(pydantic.BaseModel):
 
     order: Literal["auto", "prefix", "longest-first", "arrival"] = "auto"
     deduplicate: bool = True
+    deterministic: bool = False
 
     output_token_ids: bool = False
     output_prefix: str = ""
     summary: str | None = None
+    error_file: str | None = None
+    rows_per_shard: pydantic.PositiveInt = 100_000
     resume: Literal["if-possible", "always", "never"] = "if-possible"
+    retry: str | None = None
+    max_errors: str | None = None
+    time_limit: str | None = None
+    drain_timeout: pydantic.NonNegativeFloat = 25.0
+    publish_timeout: pydantic.NonNegativeFloat = 3600.0
     part_rows: pydantic.PositiveInt = 10_000
     part_interval: pydantic.PositiveFloat = 60.0
 
@@ -73,13 +91,37 @@ class JobSpec(pydantic.BaseModel):
     @pydantic.field_validator("input", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+        return [value] if isinstance(value, str) else value or []
+
+    @pydantic.field_validator("max_errors", "time_limit", mode="before")
+    @classmethod
+    def _number_as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
     @pydantic.field_validator("out")
     @classmethod
     def _known_suffix(cls, value: str) -> str:
-        if Path(value).suffix not in OUTPUT_SUFFIXES:
-            raise ValueError(f"{value}: the format is told by the extension, one of {', '.join(OUTPUT_SUFFIXES)}")
+        if not is_folder(value) and Path(value).suffix not in OUTPUT_SUFFIXES:
+            known = ", ".join(OUTPUT_SUFFIXES)
+            raise ValueError(f"{value}: the format is told by the extension, one of {known}; a folder ends with /")
+        return value
+
+    @pydantic.field_validator("date", mode="before")
+    @classmethod
+    def _a_day(cls, value: Any) -> Any:
+        if value is None or isinstance(value, datetime.date):
+            return value
+        try:
+            return datetime.date.fromisoformat(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{value}: a day such as 2026-05-31 is expected") from error
+
+    @pydantic.field_validator("retry")
+    @classmethod
+    def _known_kinds(cls, value: str | None) -> str | None:
+        unknown = [kind for kind in _kinds(value) if kind not in RETRY_KINDS]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is none of {', '.join(RETRY_KINDS)}; several are parted by a comma")
         return value
 
     @pydantic.field_validator("chat_template_kwargs")
@@ -93,6 +135,11 @@ class JobSpec(pydantic.BaseModel):
     @property
     def output(self) -> Path:
         return Path(self.out).expanduser()
+
+    @property
+    def retry_kinds(self) -> tuple[str, ...]:
+        """What --retry names, in one order."""
+        return tuple(sorted(set(_kinds(self.retry))))
 
     @property
     def summary_path(self) -> Path | None:
@@ -136,3 +183,12 @@ def read_spec_file(path: Path) -> dict[str, Any]:
 def option_name(field: str) -> str:
     """How the command line spells a field."""
     return "INPUT" if field == "input" else "--" + field.replace("_", "-")
+
+
+def is_folder(out: str) -> bool:
+    """Whether an output is a folder of shards: it is one already, ends like one, or has no extension."""
+    return out.endswith("/") or Path(out).expanduser().is_dir() or not Path(out).suffix
+
+
+def _kinds(retry: str | None) -> list[str]:
+    return [] if retry is None else [kind.strip() for kind in retry.split(",")]

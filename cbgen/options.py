@@ -4,23 +4,65 @@ from typing import Annotated
 
 import typer
 
-INPUT, SAMPLING, ENGINE, OUTPUT = "Input", "Sampling", "Engine", "Output"
+INPUT, SAMPLING, ENGINE, OUTPUT, JOB = "Input", "Sampling", "Engine", "Output", "Job"
 WORKLOAD = "Workload"
 
 Input = Annotated[
-    list[str],
-    typer.Argument(help="Parquet or JSONL files, globs or folders; or one job spec (.yaml).", show_default=False),
+    list[str] | None,
+    typer.Argument(
+        help="Parquet or JSONL files (.jsonl.gz, .jsonl.zst), globs, folders, URLs such as s3://..., or - for standard "
+        "input; or one job spec (.yaml).",
+        show_default=False,
+    ),
 ]
 Model = Annotated[
     str | None,
     typer.Option(help="A model folder, hub id or .gguf file; smollm2; or tiny-random, a test model made in memory."),
 ]
-Out = Annotated[str | None, typer.Option(help="The output file, .parquet or .jsonl.")]
+Out = Annotated[
+    str | None,
+    typer.Option(
+        help="The output file, .parquet or .jsonl, or a folder/ of Parquet files; {shard} in it becomes the shard's "
+        "number.",
+    ),
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Context in tokens, if less than the model's.", show_default="the model's")
+]
+Dataset = Annotated[
+    str | None,
+    typer.Option(help="Instead of INPUT: a dataset of the Hugging Face hub, or its folder.", rich_help_panel=INPUT),
+]
+DatasetConfig = Annotated[str | None, typer.Option(help="Configuration of the dataset.", rich_help_panel=INPUT)]
+Split = Annotated[str | None, typer.Option(help="Split of the dataset.", rich_help_panel=INPUT, show_default="train")]
+Format = Annotated[
+    str,
+    typer.Option(
+        help="auto: by the extension; openai-batch: lines of custom_id, method, url and body.", rich_help_panel=INPUT
+    ),
+]
+IdColumn = Annotated[
+    str | None,
+    typer.Option(help="Column that names each row; it must not repeat.", rich_help_panel=INPUT),
+]
+ShardIndex = Annotated[
+    int | None,
+    typer.Option(
+        help="Which of --shard-count shards of the rows, from 0.",
+        rich_help_panel=INPUT,
+        show_default="that of a Slurm job array",
+    ),
+]
+ShardCount = Annotated[
+    int | None,
+    typer.Option(
+        help="Shards that the rows are dealt to; see cbgen merge.",
+        rich_help_panel=INPUT,
+        show_default="that of a Slurm job array, or 1",
+    ),
 ]
 PromptColumn = Annotated[
     str | None, typer.Option(help="Column of prompt texts.", rich_help_panel=INPUT, show_default="prompt")
@@ -38,10 +80,20 @@ SystemPrompt = Annotated[
 ]
 Chat = Annotated[
     bool,
-    typer.Option("--chat", help="Send each prompt as a user message through the chat template.", rich_help_panel=INPUT),
+    typer.Option(
+        "--chat/--no-chat", help="Send each prompt as a user message through the chat template.", rich_help_panel=INPUT
+    ),
 ]
 ChatTemplateKwargs = Annotated[
     str | None, typer.Option(help="JSON object of variables for the chat template.", rich_help_panel=INPUT)
+]
+Date = Annotated[
+    str | None,
+    typer.Option(
+        help="YYYY-MM-DD, for chat templates that print the date.",
+        rich_help_panel=INPUT,
+        show_default="the day the job began",
+    ),
 ]
 Limit = Annotated[int | None, typer.Option(help="Only the first N rows.", rich_help_panel=INPUT)]
 MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.", rich_help_panel=SAMPLING)]
@@ -68,7 +120,10 @@ TopK = Annotated[
 Seed = Annotated[int, typer.Option(help="Seed of the job's draws.", rich_help_panel=SAMPLING)]
 N = Annotated[int, typer.Option("--n", "-n", help="Samples per row.", rich_help_panel=SAMPLING)]
 IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Generate on past end-of-sequence tokens.", rich_help_panel=SAMPLING)
+    bool,
+    typer.Option(
+        "--ignore-eos/--no-ignore-eos", help="Generate on past end-of-sequence tokens.", rich_help_panel=SAMPLING
+    ),
 ]
 Order = Annotated[
     str,
@@ -85,8 +140,19 @@ Deduplicate = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic/--no-deterministic",
+        help="The same bits for a row whatever the batch it is in; needs cbgen's kernels for CPUs.",
+        rich_help_panel=ENGINE,
+    ),
+]
 OutputTokenIds = Annotated[
-    bool, typer.Option("--output-token-ids", help="Add a column completion_ids.", rich_help_panel=OUTPUT)
+    bool,
+    typer.Option(
+        "--output-token-ids/--no-output-token-ids", help="Add a column completion_ids.", rich_help_panel=OUTPUT
+    ),
 ]
 OutputPrefix = Annotated[str, typer.Option(help="Prefix of the output columns' names.", rich_help_panel=OUTPUT)]
 Summary = Annotated[str | None, typer.Option(help="Write the run's figures to this JSON file.", rich_help_panel=OUTPUT)]
@@ -94,14 +160,48 @@ Resume = Annotated[
     str,
     typer.Option(
         help="if-possible: continue a matching job or start; always: only continue; never: start anew.",
-        rich_help_panel=OUTPUT,
+        rich_help_panel=JOB,
     ),
 ]
-PartRows = Annotated[
-    int, typer.Option(help="Publish finished rows at the latest after so many.", rich_help_panel=OUTPUT)
+ErrorFile = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the failed rows of an openai-batch job go.",
+        rich_help_panel=OUTPUT,
+        show_default="beside --out: *.errors.jsonl",
+    ),
 ]
+RowsPerShard = Annotated[int, typer.Option(help="Rows of each file, where --out is a folder.", rich_help_panel=OUTPUT)]
+Retry = Annotated[
+    str | None,
+    typer.Option(
+        help="Generate again what failed, truncated, or failed,truncated; the rest stays.", rich_help_panel=JOB
+    ),
+]
+MaxErrors = Annotated[
+    str | None,
+    typer.Option(
+        help="Stop when more rows than this have failed: a number, or a share such as 5%.", rich_help_panel=JOB
+    ),
+]
+TimeLimit = Annotated[
+    str | None,
+    typer.Option(help="Stop, resumable, so as to end within this time, such as 7h30m.", rich_help_panel=JOB),
+]
+DrainTimeout = Annotated[
+    float,
+    typer.Option(
+        help="Seconds in which a stopped job ends; what has begun is finished as far as they suffice.",
+        rich_help_panel=JOB,
+    ),
+]
+PublishTimeout = Annotated[
+    float,
+    typer.Option(help="Seconds that a full or read-only disk is waited for; 0: none.", rich_help_panel=JOB),
+]
+PartRows = Annotated[int, typer.Option(help="Publish finished rows at the latest after so many.", rich_help_panel=JOB)]
 PartInterval = Annotated[
-    float, typer.Option(help="Publish finished rows at the latest after so many seconds.", rich_help_panel=OUTPUT)
+    float, typer.Option(help="Publish finished rows at the latest after so many seconds.", rich_help_panel=JOB)
 ]
 PageSize = Annotated[
     int | None, typer.Option(help="Tokens of KV in a page.", rich_help_panel=ENGINE, show_default="by hardware")
@@ -247,3 +347,8 @@ Rows = Annotated[int, typer.Option(help="Rows of the text that are used.")]
 RowTokens = Annotated[int, typer.Option(help="Tokens of each row that are used, from its beginning.")]
 PromptTokens = Annotated[int, typer.Option(help="Tokens of each row that generation starts from.")]
 QualityOutputLen = Annotated[int, typer.Option("--output-len", help="Tokens to generate for each row.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Preview = Annotated[int, typer.Option(min=0, help="Show so many finished rows.")]
+JobOutput = Annotated[str, typer.Argument(help="The --out of the job.", metavar="OUT")]
+Shards = Annotated[list[str], typer.Argument(help="The outputs of all shards.", metavar="SHARD...")]
+CheckRows = Annotated[int, typer.Option("--rows", help="Rows of the input that are rendered and tokenized.")]

@@ -8,33 +8,34 @@ input ──► [ reader ] ──► [ feeder: render, key, tokenize ] ──►
 """
 
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import compress
+
+import numpy as np
 
 from cbgen.collector import Collector, failed_row
+from cbgen.data.key_table import key_array, sample_keys
+from cbgen.data.published import PublishedResults
 from cbgen.data.read_ahead import ReadAhead
 from cbgen.data.readers import Input
 from cbgen.data.rows import PromptRow
 from cbgen.duplicates import Duplicates, Recipients, RowTag, generation_key
 from cbgen.engine.requests import RequestState, SamplingParams
 from cbgen.ordering import WaitingRequest, arrange, pack_ids, unpack_ids
-from cbgen.prompting import FailedPrompt, Prompter, RenderedPrompt, draw_seed, row_key
+from cbgen.prompting import FailedPrompt, Prompter, RenderedPrompt, draw_seed
+from cbgen.row_keys import RowKeys, belongs_to_shard
 from cbgen.row_window import RowWindow, WindowLimits
 
 FEED_ROWS = 128
 
 
-def sample_key(key: bytes, sample_index: int) -> bytes:
-    """Names one sample of a row, as the set of finished ones holds it."""
-    return key + sample_index.to_bytes(4, "little")
-
-
 class Feeder:
     """A RequestSource that reads, renders and tokenizes ahead of the engine, and hands over a window of it in order.
 
-    done: sample keys that published parts hold already. `keys` holds the row keys in input order once it is exhausted.
-    deduplicate: whether greedy rows that are equal share a request.
+    published: what earlier runs have done. shard: (index, count) of the rows that are this job's; None: all.
+    deduplicate: whether greedy rows that are equal share a request. Once it is exhausted, `keys` holds the keys of this
+    job's rows in input order, and is_mine, for a shard, which rows of the input they are.
     """
 
     def __init__(
@@ -43,7 +44,8 @@ class Feeder:
         columns: list[str],
         prompter: Prompter,
         *,
-        done: set[bytes],
+        published: PublishedResults,
+        shard: tuple[int, int] | None,
         num_samples: int,
         job_seed: int,
         max_model_len: int,
@@ -54,10 +56,12 @@ class Feeder:
         on_first_prompt: Callable[[str], None],
     ):
         self.keys = bytearray()
+        self.is_mine = None if shard is None else np.zeros(source.num_rows, dtype=bool)
         self.num_already_done = 0
         self.num_clamped = 0
         self._prompter = prompter
-        self._done = done
+        self._published = published
+        self._shard = shard
         self._num_samples = num_samples
         self._job_seed = job_seed
         self._max_model_len = max_model_len
@@ -65,7 +69,7 @@ class Feeder:
         self._duplicates = duplicates
         self._deduplicate = deduplicate
         self._on_first_prompt: Callable[[str], None] | None = on_first_prompt
-        self._occurrences: Counter[bytes] = Counter()
+        self._row_keys = RowKeys(source.num_rows)
         self._num_waiting_made = 0
         self._num_handed_over = 0
         self._window = RowWindow(limits)
@@ -88,6 +92,14 @@ class Feeder:
     def wait_for_first(self) -> bool:
         """Blocks until a request is there, and returns whether one is: False when nothing is left to generate."""
         return self._window.wait_for_first()
+
+    def stop(self) -> None:
+        """Nothing more is handed over: the source counts as exhausted. For a signal handler as well."""
+        self._window.stop()
+
+    def forget(self) -> None:
+        """Lets go of what is needed only while rows are read: memory for the assembly."""
+        del self._row_keys, self._published
 
     def close(self) -> None:
         """Stops reading."""
@@ -113,11 +125,7 @@ class Feeder:
     def _waiting_requests(self, prompts: list[RenderedPrompt | FailedPrompt]) -> list[WaitingRequest]:
         """Of the samples still to be generated, what others do not generate; failed rows go to the collector."""
         wanted: list[tuple[RenderedPrompt, bytes, list[int]]] = []
-        for prompt in prompts:
-            key = row_key(prompt.digest, self._occurrences[prompt.digest])
-            self._occurrences[prompt.digest] += 1
-            self.keys += key
-            samples = [s for s in range(self._num_samples) if sample_key(key, s) not in self._done]
+        for prompt, key, samples in self._pending(prompts):
             self.num_already_done += self._num_samples - len(samples)
             if isinstance(prompt, FailedPrompt):
                 self._fail(key, prompt.index, samples, prompt.error)
@@ -132,6 +140,22 @@ class Feeder:
             self._show_first(prompt)
             made += self._waiting_request(prompt, ids, [RowTag(key, prompt.index, sample) for sample in samples])
         return made
+
+    def _pending(
+        self, prompts: list[RenderedPrompt | FailedPrompt]
+    ) -> Iterator[tuple[RenderedPrompt | FailedPrompt, bytes, list[int]]]:
+        """This job's rows among these, their keys, and the samples that are not done."""
+        keys = self._row_keys.of(prompts)
+        if self._shard is not None and self.is_mine is not None:
+            mine = belongs_to_shard(keys, *self._shard)
+            self.is_mine[[prompt.index for prompt in prompts]] = mine
+            prompts, keys = list(compress(prompts, mine)), list(compress(keys, mine))
+        self.keys += b"".join(keys)
+        samples = np.arange(self._num_samples)
+        named = sample_keys(np.repeat(key_array(keys), len(samples), axis=0), np.tile(samples, len(keys)))
+        pending = self._published.are_pending(named).reshape(len(keys), len(samples))
+        for prompt, key, row in zip(prompts, keys, pending, strict=True):
+            yield prompt, key, np.flatnonzero(row).tolist()
 
     def _show_first(self, prompt: RenderedPrompt) -> None:
         if self._on_first_prompt is not None:

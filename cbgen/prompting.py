@@ -3,7 +3,7 @@
 import datetime
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from cbgen.data.rows import KEY_BYTES, PromptRow
 from cbgen.engine.requests import SamplingParams
 from cbgen.errors import RowError, UsageError
-from cbgen.row_checks import checked_ids, checked_messages, checked_params, checked_text, whole_number
+from cbgen.row_checks import checked_id, checked_ids, checked_messages, checked_params, checked_text, whole_number
 
 OPTION_COLUMNS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
 STRFTIME_DIRECTIVES = [*"aAbBcdeDFHIjmMpSTUwWxXyYZ", "-d", "-e", "-m", "-H", "-I", "-j", "-M", "-S", "%"]
@@ -41,7 +41,8 @@ DEFAULT_SOURCES = ("prompt_ids", "messages", "prompt")
 class PromptSource:
     """Where the prompt of a row comes from, resolved: one column, or a template over several.
 
-    kind: "prompt", "messages", "prompt_ids" or "template", whose column is "template" too.
+    kind: "prompt", "messages", "prompt_ids" or "template", whose column is "template" too; "openai" for lines of an
+    OpenAI batch, each with one of the first three.
     columns: those of the input that the prompt is made of.
     chat: a text prompt becomes a user message.
     """
@@ -56,14 +57,16 @@ class PromptSource:
 
     @property
     def uses_chat_template(self) -> bool:
-        return self.kind == "messages" or self.chat
+        """In some rows, for OpenAI batches; else in all or none."""
+        return self.kind in ("messages", "openai") or self.chat
 
 
 @dataclass(frozen=True)
 class RenderedPrompt:
     """A row's prompt as text, or as ids where the input gives those, with its options; `digest` names both.
 
-    seed: the row's own, if it has one. Draws of rows without come from the job's seed and the row's key.
+    seed: the row's own, if it has one. Draws of rows without come from the job's seed and the row's key. is_chat:
+    whether a chat template wrote the text.
     """
 
     index: int
@@ -72,6 +75,7 @@ class RenderedPrompt:
     params: SamplingParams
     seed: int | None
     digest: bytes
+    is_chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,12 +111,15 @@ def resolve_source(
     else:
         kind = next((name for name in DEFAULT_SOURCES if name in available), "prompt")
         column = kind
-    for name in RESERVED_TEMPLATE_KWARGS & (chat_template_kwargs or {}).keys():
-        raise UsageError(f"--chat-template-kwargs: {name} is set by cbgen")
+    _refuse_reserved(chat_template_kwargs or {})
     if kind == "prompt_ids" and (chat or system_prompt is not None):
         raise UsageError("prompt_ids are complete prompts: name --prompt-column to use --system-prompt or --chat")
     columns = [column] if template is None else _template_columns(template, available)
     missing = [name for name in columns if name not in available]
+    if missing and template is not None:
+        raise UsageError(
+            f"--template: the input has no column {missing[0]!r}; it has: {', '.join(available) or 'none'}"
+        )
     if missing:
         raise UsageError(
             f"the input has no column {missing[0]!r}; it has: {', '.join(available) or 'none'}; "
@@ -127,6 +134,17 @@ def resolve_source(
         chat=kind != "messages" and (chat or system_prompt is not None),
         chat_template_kwargs=chat_template_kwargs or {},
     )
+
+
+def openai_source(chat_template_kwargs: dict[str, Any]) -> PromptSource:
+    """Of an OpenAI batch: each row has the one of the columns that its url asks for."""
+    _refuse_reserved(chat_template_kwargs)
+    return PromptSource("openai", "body", [*DEFAULT_SOURCES], chat_template_kwargs=chat_template_kwargs)
+
+
+def _refuse_reserved(chat_template_kwargs: dict[str, Any]) -> None:
+    for name in RESERVED_TEMPLATE_KWARGS & chat_template_kwargs.keys():
+        raise UsageError(f"--chat-template-kwargs: {name} is set by cbgen")
 
 
 def _template_columns(template: str, available: Sequence[str]) -> list[str]:
@@ -144,7 +162,8 @@ class Prompter:
     """Renders, tokenizes and decodes for one job.
 
     defaults: the sampling parameters of rows that name none. today: the job's date, given to templates that ask for it.
-    vocab_size: of the model, for prompts given as ids; the tokenizer's unless given.
+    vocab_size: of the model, for prompts given as ids; the tokenizer's unless given. id_column: its value belongs to
+    what names a row.
     """
 
     def __init__(
@@ -154,18 +173,20 @@ class Prompter:
         defaults: SamplingParams,
         today: datetime.date,
         vocab_size: int | None = None,
+        id_column: str | None = None,
     ):
-        if source.uses_chat_template and not tokenizer.chat_template:
+        if source.uses_chat_template and source.kind != "openai" and not tokenizer.chat_template:
             raise UsageError(
                 "this model has no chat template: use a plain prompt column, without --chat and --system-prompt"
             )
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size or len(tokenizer)
         self._source = source
+        self._id_column = id_column
         self._defaults = defaults
         self._template = _environment().from_string(source.template) if source.template is not None else None
         self._chat_kwargs = dict(source.chat_template_kwargs)
-        if source.uses_chat_template:
+        if source.uses_chat_template and tokenizer.chat_template:
             self._chat_kwargs |= _frozen_date(tokenizer.get_chat_template(), today)
 
     def render(self, row: PromptRow) -> RenderedPrompt | FailedPrompt:
@@ -173,21 +194,29 @@ class Prompter:
         try:
             if row.error is not None:
                 raise RowError(row.error)
+            own_id = [] if self._id_column is None else [checked_id(row.values[self._id_column], self._id_column)]
             params, seed = self._row_params(row.values)
-            text, ids = self._prompt(row.values)
+            text, ids, is_chat = self._prompt(row.values)
         except RowError as error:
-            return FailedPrompt(row.index, str(error), _digest("failed", str(error), _jsonable(row.values)))
+            return FailedPrompt(row.index, str(error), row_digest("failed", str(error), _jsonable(row.values)))
         # The job's max_tokens may grow and leave finished rows as they are; a row whose own one changes is another row.
         own_max_tokens = row.values.get("max_tokens")
-        options = [params.temperature, params.top_p, params.top_k, params.ignore_eos, seed, own_max_tokens]
-        return RenderedPrompt(row.index, text, ids, params, seed, _digest("prompt", text, ids, options))
+        options = [params.temperature, params.top_p, params.top_k, params.ignore_eos, seed, own_max_tokens, *own_id]
+        if self._source.kind == "openai":
+            options.append(is_chat)  # the same text is other tokens, see tokenize
+        return RenderedPrompt(row.index, text, ids, params, seed, row_digest("prompt", text, ids, options), is_chat)
 
     def tokenize(self, prompts: list[RenderedPrompt]) -> list[list[int]]:
         """Token ids of each prompt. Special tokens are added to plain prompts only; chat templates write their own."""
-        texts = [prompt.text for prompt in prompts if prompt.text is not None]
-        special = not self._source.uses_chat_template
-        encoded = iter(self._tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else [])
-        return [prompt.ids if prompt.ids is not None else self._one_bos(next(encoded)) for prompt in prompts]
+        encoded = {is_chat: self._encoded(prompts, is_chat) for is_chat in (False, True)}
+        return [
+            prompt.ids if prompt.ids is not None else self._one_bos(next(encoded[prompt.is_chat])) for prompt in prompts
+        ]
+
+    def _encoded(self, prompts: list[RenderedPrompt], is_chat: bool) -> Iterator[list[int]]:
+        """Token ids of those whose text a chat template wrote, or of those whose text it did not."""
+        texts = [prompt.text for prompt in prompts if prompt.text is not None and prompt.is_chat == is_chat]
+        return iter(self._tokenizer(texts, add_special_tokens=not is_chat)["input_ids"] if texts else [])
 
     def decode(self, generated: list[list[int]]) -> list[str]:
         """Texts of generated token ids, special tokens left out."""
@@ -202,14 +231,19 @@ class Prompter:
         bos = self._tokenizer.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
-    def _prompt(self, values: dict[str, Any]) -> tuple[str | None, list[int] | None]:
-        column = self._source.column
-        if self._source.kind == "prompt_ids":
-            return None, checked_ids(values[column], self._vocab_size)
-        if self._source.kind == "messages":
-            return self._chat_text(checked_messages(values[column], column)), None
+    def _prompt(self, values: dict[str, Any]) -> tuple[str | None, list[int] | None, bool]:
+        """Text or token ids, and whether the chat template wrote the text."""
+        kind, column = self._source.kind, self._source.column
+        if kind == "openai":
+            kind = column = next(name for name in DEFAULT_SOURCES if values[name] is not None)
+        if kind == "prompt_ids":
+            return None, checked_ids(values[column], self._vocab_size), False
+        if kind == "messages":
+            return self._chat_text(checked_messages(values[column], column)), None, True
         text = self._templated(values) if self._template else checked_text(values[column], column)
-        return self._chat_text([{"role": "user", "content": text}]) if self._source.chat else text, None
+        if self._source.chat:
+            return self._chat_text([{"role": "user", "content": text}]), None, True
+        return text, None, False
 
     def _templated(self, values: dict[str, Any]) -> str:
         assert self._template is not None
@@ -224,6 +258,8 @@ class Prompter:
     def _chat_text(self, messages: list[dict[str, Any]]) -> str:
         if self._source.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._source.system_prompt}, *messages]
+        if not self._tokenizer.chat_template:
+            raise RowError("this model has no chat template, which messages need")
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self._chat_kwargs
@@ -254,13 +290,17 @@ def draw_seed(job_seed: int, row_seed: int | None, key: bytes, sample_index: int
     return int.from_bytes(hashlib.blake2b(material, digest_size=8).digest(), "little")
 
 
+def prints_the_date(chat_template: str) -> bool:
+    return "strftime_now" in chat_template
+
+
 def _frozen_date(chat_template: str, today: datetime.date) -> dict[str, Any]:
     """Arguments that give a chat template the job's date, so that a job that runs past midnight keeps its prompts.
 
     Templates ask for the date by calling strftime_now. Functions cannot be handed to one, so a macro of that name, over
     a table of what each directive gives, goes ahead of the template.
     """
-    if "strftime_now" not in chat_template:
+    if not prints_the_date(chat_template):
         return {}
     moment = datetime.datetime.combine(today, datetime.time())
     table = {f"%{code}": moment.strftime(f"%{code}") for code in STRFTIME_DIRECTIVES}
@@ -280,7 +320,7 @@ def _refuse_null(value: Any) -> Any:
     return value
 
 
-def _digest(*parts: Any) -> bytes:
+def row_digest(*parts: Any) -> bytes:
     text = json.dumps(parts, ensure_ascii=False, separators=(",", ":"))
     return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=KEY_BYTES).digest()
 

@@ -46,6 +46,8 @@ class Summary:
     soft_resets: int
     swaps: int
     recomputed_tokens: int
+    forward_failures: int
+    budget_shrinks: int
     clamped_max_tokens: int
     mean_batch_requests: float
     peak_cache_used_share: float

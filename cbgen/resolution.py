@@ -7,28 +7,51 @@ from typing import Any
 
 import torch
 
-from cbgen.data.assembly import read_footer
-from cbgen.data.manifest import fingerprint_conflict
-from cbgen.data.readers import Input, open_input
+from cbgen.cache.sizing import mib
+from cbgen.data.outputs import Output
+from cbgen.data.readers import Input
 from cbgen.data.rows import OutputLayout
 from cbgen.device import pick_device
 from cbgen.engine.requests import SamplingParams
-from cbgen.errors import ResumeRefusedError, RowError, UsageError
-from cbgen.jobspec import JobSpec
+from cbgen.errors import RowError, UsageError
+from cbgen.job_files import OPENAI_BATCH, JobFiles, free_disk_bytes, open_job_files
+from cbgen.jobspec import JobSpec, is_folder
 from cbgen.kernels.cpu.library import load_library
 from cbgen.models.loading import ModelDescription, describe
 from cbgen.models.quantization import Quantization, kernels_for, resolve_quantization
-from cbgen.prompting import PromptSource, resolve_source
+from cbgen.prompting import OPTION_COLUMNS, PromptSource, openai_source, prints_the_date, resolve_source
 from cbgen.row_checks import checked_params
+from cbgen.row_keys import refuse_repeated_ids
+
+# Recorded with the job, and shown where another job is refused.
+SETTINGS = (
+    "order",
+    "deduplicate",
+    "page_size",
+    "num_blocks",
+    "max_batch_tokens",
+    "max_requests_per_batch",
+    "max_memory_percent",
+    "gpu_memory_utilization",
+    "scheduler_type",
+    "allow_block_sharing",
+)
+# A token of text is about so long, and what else a result holds; each is there in a part and in the output.
+BYTES_PER_TOKEN, BYTES_PER_RESULT, COPIES = 5, 150, 2
 
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """A spec with every choice made, before any weight is loaded. `fingerprint`: what changes the results."""
+    """A spec with every choice made, before any weight is loaded.
+
+    fingerprint: what changes the results; settings: what does not. shard: (index, count), None without shards.
+    """
 
     spec: JobSpec
     device: torch.device
     source: Input
+    output: Output
+    shard: tuple[int, int] | None
     prompts: PromptSource
     model: ModelDescription
     defaults: SamplingParams
@@ -36,22 +59,48 @@ class ResolvedJob:
     quantization: Quantization | None
     fingerprint: dict[str, Any]
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {name: getattr(self.spec, name) for name in SETTINGS}
+
+    @property
+    def columns(self) -> list[str]:
+        """Those of the input that a request is made of."""
+        own_id = [] if self.spec.id_column is None else [self.spec.id_column]
+        return list(dict.fromkeys([*self.prompts.columns, *OPTION_COLUMNS, *own_id]))
+
+    @property
+    def rows_total(self) -> int:
+        """Output rows; of a shard about, until all rows have been dealt."""
+        num_rows = self.source.num_rows if self.shard is None else -(-self.source.num_rows // self.shard[1])
+        return num_rows * self.spec.n
+
+    def refuse_repeated_ids(self) -> None:
+        """Raises UsageError, with both places, when the id column names two rows alike."""
+        if self.spec.id_column is not None:
+            rows = self.source.rows([self.spec.id_column])
+            refuse_repeated_ids(rows, self.source.num_rows, self.spec.id_column, self.source.place_of)
+
 
 def resolve_job(spec: JobSpec, notify: Callable[[str], None]) -> ResolvedJob:
     """Makes every choice that needs no weights. Raises UsageError or ModelError. notify: told what takes a while."""
     device = pick_device(spec.device)
     spec.engine_config().resolve(device.type)  # wrong options are told before anything is read
-    source = open_input(spec.input, spec.limit, spec.output)
-    prompts = resolve_source(
-        source.schema.names,
-        prompt_column=spec.prompt_column,
-        messages_column=spec.messages_column,
-        template=spec.template,
-        system_prompt=spec.system_prompt,
-        chat=spec.chat,
-        chat_template_kwargs=spec.chat_template_kwargs,
-    )
-    layout = OutputLayout(spec.n, spec.output_token_ids, spec.output_prefix)
+    files = open_job_files(spec)
+    try:
+        return _resolve_with(files, device, notify)
+    except BaseException:
+        files.source.close()
+        raise
+
+
+def _resolve_with(files: JobFiles, device: torch.device, notify: Callable[[str], None]) -> ResolvedJob:
+    spec, source, shard = files.spec, files.source, files.shard
+    prompts = _prompt_source(spec, source)
+    if spec.id_column is not None and spec.id_column not in source.schema.names:
+        known = ", ".join(source.schema.names)
+        raise UsageError(f"--id-column {spec.id_column}: the input has no such column; it has: {known}")
+    layout = OutputLayout(spec.n, spec.output_token_ids, spec.output_prefix, is_shard=shard is not None)
     for name in set(layout.names) & set(source.schema.names):
         raise UsageError(
             f"the input already has a column {name!r}, which is an output column: give --output-prefix to name the "
@@ -61,7 +110,35 @@ def resolve_job(spec: JobSpec, notify: Callable[[str], None]) -> ResolvedJob:
     defaults = _sampling_defaults(spec, model)
     quantization = resolve_quantization(spec.quantization, spec.calibration, kernels_for(device, model.dtype))
     fingerprint = _fingerprint(spec, prompts, model, defaults, quantization)
-    return ResolvedJob(spec, device, source, prompts, model, defaults, layout, quantization, fingerprint)
+    if shard is not None and spec.date is None and fingerprint["prints_the_date"]:
+        raise UsageError("--date: the chat template prints the date, and all shards must agree on one; give YYYY-MM-DD")
+    fingerprint["shard"] = None if shard is None else f"{shard[0]} of {shard[1]}"
+    return ResolvedJob(
+        spec, device, source, files.output, shard, prompts, model, defaults, layout, quantization, fingerprint
+    )
+
+
+def _prompt_source(spec: JobSpec, source: Input) -> PromptSource:
+    if spec.format == OPENAI_BATCH:
+        return openai_source(spec.chat_template_kwargs)
+    if not source.schema.names:
+        rows = "none that could be read" if source.num_rows else "none"
+        raise UsageError(f"the input has no columns: of its {source.num_rows} rows there is {rows}")
+    if (
+        {"custom_id", "url", "body"} <= set(source.schema.names)
+        and spec.template is None
+        and spec.prompt_column is None
+    ):
+        raise UsageError("the input has the columns of an OpenAI batch: give --format openai-batch")
+    return resolve_source(
+        source.schema.names,
+        prompt_column=spec.prompt_column,
+        messages_column=spec.messages_column,
+        template=spec.template,
+        system_prompt=spec.system_prompt,
+        chat=spec.chat,
+        chat_template_kwargs=spec.chat_template_kwargs,
+    )
 
 
 def _sampling_defaults(spec: JobSpec, model: ModelDescription) -> SamplingParams:
@@ -76,28 +153,65 @@ def _sampling_defaults(spec: JobSpec, model: ModelDescription) -> SamplingParams
 
 def warnings_about(job: ResolvedJob) -> Iterator[str]:
     """What the user asked for and will not see, or not as expected; each as a line that says why."""
+    yield from _warnings_about_results(job)
+    yield from _warnings_about_input_and_output(job)
+    yield from _warnings_about_the_engine(job)
+
+
+def _warnings_about_results(job: ResolvedJob) -> Iterator[str]:
     spec, columns = job.spec, job.source.schema.names
     if job.defaults.temperature == 0 and "temperature" not in columns:
         if spec.top_p is not None or spec.top_k is not None:
             yield "--top-p and --top-k have no effect at temperature 0"
         if spec.n > 1:
             yield f"--n {spec.n} at temperature 0 gives the same completion {spec.n} times; give --temperature"
-    if job.device.type == "cpu" and load_library() is None:
-        yield "cbgen's kernels for CPUs are not in this installation, so everything runs on torch, several times slower"
     if spec.calibration is not None and (job.quantization is None or job.quantization.text is None):
         yield "--calibration has no effect: only activations of 8 bits (w8a8) are calibrated"
     if spec.revision is not None and job.model.is_local:
         yield "--revision has no effect: the model is not on a hub"
-    if spec.chat and job.prompts.kind == "messages":
-        yield "--chat has no effect: the rows hold messages already"
+    if spec.chat and job.prompts.kind in ("messages", "openai"):
+        yield "--chat has no effect: the rows say themselves what are messages"
     if spec.chat_template_kwargs and not job.prompts.uses_chat_template:
         yield "--chat-template-kwargs has no effect without a chat template; give --chat"
+
+
+def _warnings_about_input_and_output(job: ResolvedJob) -> Iterator[str]:
+    spec, folder = job.spec, job.output.path.parent
+    if spec.rows_per_shard != JobSpec.model_fields["rows_per_shard"].default and not is_folder(spec.out):
+        yield "--rows-per-shard has no effect: --out is one file"
+    if job.shard is not None and spec.shard_index is None:
+        yield (
+            f"this is shard {job.shard[0]} of {job.shard[1]}, by SLURM_ARRAY_TASK_ID: only its share of the rows is "
+            "generated; --shard-count 1 takes all of them"
+        )
+    if spec.dataset is None and (spec.dataset_config is not None or spec.split is not None):
+        yield "--dataset-config and --split have no effect without --dataset"
+    if spec.error_file is not None and spec.format != OPENAI_BATCH:
+        yield "--error-file has no effect: failed rows are in the output, in their place"
+    needed_bytes, free_bytes = space_needed_bytes(job), free_disk_bytes(folder)
+    if needed_bytes > free_bytes:
+        yield (
+            f"the output may need up to {mib(needed_bytes)}, if every row gets as long as it may, and "
+            f"{mib(free_bytes)} are free in {folder}"
+        )
+
+
+def _warnings_about_the_engine(job: ResolvedJob) -> Iterator[str]:
+    spec = job.spec
+    if job.device.type == "cpu" and load_library() is None:
+        yield "cbgen's kernels for CPUs are not in this installation, so everything runs on torch, several times slower"
     if spec.order == "prefix" and not spec.allow_block_sharing:
         yield "--order prefix has nothing to gain where every prompt is computed by itself"
     if spec.gpu_memory_utilization is not None and spec.max_memory_percent is not None:
         yield "--max-memory-percent has no effect beside --gpu-memory-utilization"
     if spec.cpu_offload_space > 0 and job.device.type != "cuda":
         yield "--cpu-offload-space: swap pool and cache are the same memory here; it takes what the cache could have"
+
+
+def space_needed_bytes(job: ResolvedJob) -> int:
+    """Of the output and of the parts before it, at most: every row as long as it may be, nothing compressed."""
+    results = job.rows_total * (job.defaults.max_tokens * BYTES_PER_TOKEN + BYTES_PER_RESULT)
+    return COPIES * results + job.source.size_bytes * job.spec.n
 
 
 def _fingerprint(
@@ -117,11 +231,15 @@ def _fingerprint(
         "max_model_len": model.max_model_len,
         "eos_token_ids": sorted(model.eos_token_ids),
         "prompt_source": prompts.column,
+        "id_column": spec.id_column,
+        "format": spec.format,
         "template": prompts.template,
         "system_prompt": prompts.system_prompt,
         "chat": prompts.chat,
         "chat_template_sha256": None if chat_template is None else _sha256(str(chat_template)),
         "chat_template_kwargs": prompts.chat_template_kwargs,
+        "prints_the_date": chat_template is not None and prints_the_date(str(chat_template)),
+        "date": None if spec.date is None else spec.date.isoformat(),
         "max_tokens": defaults.max_tokens,
         "temperature": defaults.temperature,
         "top_p": defaults.top_p,
@@ -132,43 +250,21 @@ def _fingerprint(
     }
 
 
-def finished_footer(job: ResolvedJob, may_replace: bool) -> dict[str, Any] | None:
-    """The footer of a final file that this very job finished; None where the job is to be run.
-
-    may_replace: whether a file that another job finished may give way; one that is not cbgen's never does. Raises
-    ResumeRefusedError for a file that stays.
-    """
-    output = job.spec.output
-    if not output.exists():
-        return None
-    footer = read_footer(output)
-    if footer is None:
-        raise ResumeRefusedError(f"{output}: is not a finished output of cbgen; move it or choose another --out")
-    conflict = fingerprint_conflict(job.fingerprint, footer["fingerprint"])
-    if conflict is None and footer["input"] != job.source.identity:
-        conflict = "the input files or --limit are not the same, or a file was changed since"
-    if conflict is None and footer["columns"] != job.layout.names:
-        conflict = "the output columns asked for are not the same"
-    if conflict is None:
-        return footer
-    if may_replace:
-        return None
-    raise ResumeRefusedError(
-        f"{output}: is the finished output of another job: {conflict}; choose another --out, or --resume never to "
-        "replace it"
-    )
-
-
 def resolved_lines(job: ResolvedJob) -> dict[str, str]:
     model, defaults, source = job.model, job.defaults, job.source
     sampling = "greedy" if defaults.temperature == 0 else f"temperature {defaults.temperature:g}"
     revision = f", revision {model.revision}" if model.revision else ""
     prompts = "--template" if job.prompts.kind == "template" else f"column {job.prompts.column}"
-    if job.prompts.uses_chat_template:
+    if job.prompts.kind == "openai":
+        prompts += ", as each line's url says"
+    elif job.prompts.uses_chat_template:
         prompts += " through the chat template"
     return {
-        "input": f"{', '.join(job.spec.input)}: {source.num_rows} rows, prompts from {prompts}",
-        "output": f"{job.spec.out}, a part every {job.spec.part_rows} rows or {job.spec.part_interval:g} s",
+        "input": f"{job.spec.dataset or ', '.join(job.spec.input)}: {source.num_rows} rows, prompts from {prompts}"
+        + ("" if job.shard is None else f"; shard {job.shard[0]} of {job.shard[1]} (from 0), dealt by content"),
+        "output": f"{job.output.path}, a part every {job.spec.part_rows} rows or {job.spec.part_interval:g} s",
+        "space": f"up to {mib(space_needed_bytes(job))} for output and parts, if every row gets as long as it may; "
+        f"{mib(free_disk_bytes(job.output.path.parent))} free",
         "model": f"{model.name}{revision}, {str(model.dtype).removeprefix('torch.')}"
         + (f", weights {job.quantization.scheme}" if job.quantization else "")
         + f" on {job.device}, "

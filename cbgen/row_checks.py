@@ -33,6 +33,12 @@ def checked_params(max_tokens: Any, temperature: Any, top_p: Any, top_k: Any, ig
     return params
 
 
+def checked_id(value: Any, column: str) -> str | int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise RowError(f"{column} is {_kind(value)}, a text or a whole number that names the row is expected")
+    return value
+
+
 def checked_text(value: Any, column: str) -> str:
     if value is None:
         raise RowError(f"{column} is null, a text is expected")

@@ -19,9 +19,10 @@ from cbgen.ordering import WaitingRequest
 class WindowLimits:
     """How much is kept to be put in order.
 
-    max_requests: several times what any engine runs at once, so that ends of windows, where short requests of one meet
-    long ones of the next, are rare. max_prompt_tokens: 16 MB at four bytes each. There are at most two windows at a
-    time, each with one batch of the feeder beyond its bounds, so that memory is some 50 MB whatever the input.
+    max_requests: samples of a row counted one by one; several times what any engine runs at once, so that ends of
+    windows, where short requests of one meet long ones of the next, are rare. max_prompt_tokens: 16 MB at four bytes
+    each. There are at most two windows at a time, each with one batch of the feeder beyond its bounds, so that memory
+    is some 50 MB whatever the input.
     patience_s: how long an engine without work waits for a window to fill; a fast reader fills one while weights load.
     max_duplicates: see Duplicates.
     """
@@ -39,10 +40,11 @@ class RowWindow:
         self.arrange: Callable[[list[WaitingRequest]], list[WaitingRequest]] = list
         self._limits = limits
         self._gathering: list[WaitingRequest] = []
-        self._gathering_tokens = 0
+        self._gathering_requests = self._gathering_tokens = 0
         self._ready: deque[WaitingRequest] = deque()
         self._ended = False
         self._closed = False
+        self._stopped = False
         self._failure: BaseException | None = None
         self._asked_in_vain_s: float | None = None
         self._condition = threading.Condition()
@@ -50,12 +52,14 @@ class RowWindow:
     @property
     def exhausted(self) -> bool:
         """Whether nothing will come any more, not even a failure."""
-        return self._ended and self._failure is None and not (self._gathering or self._ready)
+        empty = not (self._gathering or self._ready)
+        return self._stopped or (self._ended and self._failure is None and empty)
 
     def add(self, requests: list[WaitingRequest]) -> None:
         """Never blocks: wait_for_room keeps the bounds."""
         with self._condition:
             self._gathering += requests
+            self._gathering_requests += sum(len(request.members) for request in requests)
             self._gathering_tokens += sum(request.num_tokens for request in requests)
             self._condition.notify_all()
 
@@ -72,6 +76,12 @@ class RowWindow:
             self._failure = failure
             self._condition.notify_all()
 
+    def stop(self) -> None:
+        """Nothing is given out any more, as if the end had come; who waits for something is let go."""
+        with self._condition:
+            self._stopped = self._closed = True
+            self._condition.notify_all()
+
     def close(self) -> None:
         """Lets go who waits for room."""
         with self._condition:
@@ -81,7 +91,7 @@ class RowWindow:
     def wait_for_first(self) -> bool:
         """Blocks until there is a request, and returns whether there is: False at the end. Nothing is put in order."""
         with self._condition:
-            self._condition.wait_for(lambda: self._gathering or self._ready or self._ended)
+            self._condition.wait_for(lambda: self._gathering or self._ready or self._ended or self._stopped)
             self._raise_failure()
             return not self.exhausted
 
@@ -91,6 +101,8 @@ class RowWindow:
         with self._condition:
             while True:
                 self._raise_failure()
+                if self._stopped:
+                    return []
                 while len(taken) < limit and self._refill():
                     taken.append(self._ready.popleft())
                 if taken or self.exhausted:
@@ -103,7 +115,7 @@ class RowWindow:
 
     @property
     def _is_full(self) -> bool:
-        enough_requests = len(self._gathering) >= self._limits.max_requests
+        enough_requests = self._gathering_requests >= self._limits.max_requests
         return enough_requests or self._gathering_tokens >= self._limits.max_prompt_tokens
 
     def _refill(self) -> bool:
@@ -115,7 +127,7 @@ class RowWindow:
             return False
         self._ready.extend(self.arrange(self._gathering))
         self._gathering = []
-        self._gathering_tokens = 0
+        self._gathering_requests = self._gathering_tokens = 0
         self._condition.notify_all()
         return True
 
@@ -127,5 +139,5 @@ class RowWindow:
         return self._asked_in_vain_s + self._limits.patience_s - now_s
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
+        if self._failure is not None and not self._stopped:
             raise self._failure

@@ -1,4 +1,4 @@
-"""Parts to the final file, in input order, with every input column, once all rows have a result."""
+"""Results in input order: where each lies in the parts, and the rows of the output made of input and results."""
 
 import json
 from collections.abc import Iterator
@@ -9,20 +9,19 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from cbgen.data.files import publish, publish_text
-from cbgen.data.manifest import PartsFolder
-from cbgen.data.readers import Input
+from cbgen.data.key_table import KeyTable, key_array
+from cbgen.data.manifest import PartsFolder, told_by_part
+from cbgen.data.published import FAILED, statuses
 from cbgen.data.rows import KEY_BYTES, RESULT_SCHEMA, OutputLayout
+from cbgen.data.selection import Selection, taken
 from cbgen.errors import OutputError
 
-FOOTER_KEY = b"cbgen"
-FOOTER_KEYS = {"fingerprint", "input", "columns", "rows_ok", "rows_failed"}
-# Input rows per pass over the parts.
-ASSEMBLY_ROWS = 16_384
-# A row group of the final file holds no more than this, so that no column of it outgrows 32-bit offsets.
-ROW_GROUP_BYTES = 256 << 20
+# One pass over the parts gathers results for so many bytes of Arrow, which holds a few times as much while it sorts.
+PASS_BYTES = 64 << 20
+LEAST_PASS_ROWS, MOST_PASS_ROWS = 1_024, 262_144
+# Keys that are looked up or stored at a time: temporary arrays stay small.
+KEYS_AT_ONCE = 65_536
 # Results on their way from parts to the final file: texts with 64-bit offsets, since parts add up.
 GATHER_SCHEMA = pa.schema(
     [field.with_type(pa.large_string()) if field.type == pa.string() else field for field in RESULT_SCHEMA]
@@ -30,39 +29,48 @@ GATHER_SCHEMA = pa.schema(
 
 
 class Results:
-    """Where the result of each (row, sample) of this input lies in the parts; 9 bytes of memory for each.
+    """Where the result of each (row, sample) of this input lies in the parts; 9 bytes of memory for each, and the keys.
 
     keys: the rows' keys in input order, KEY_BYTES each. Of several results for one sample, the newest success counts,
-    or else the newest failure. Parts may hold rows that the input no longer has.
+    or else the newest failure. Parts may hold rows that the input no longer has: num_foreign counts them.
     """
 
-    def __init__(self, folder: PartsFolder, keys: bytes, num_samples: int):
+    def __init__(self, folder: PartsFolder, keys: bytes | bytearray, num_samples: int):
+        self.num_foreign = 0
+        self._most_bytes_per_result = 1.0
+        self._folder = folder
+        self._keys = keys
         self._paths: list[Path] = []
         self._num_samples = num_samples
         self._part = np.full((len(keys) // KEY_BYTES, num_samples), -1, dtype=np.int32)
         self._row = np.zeros_like(self._part)
         self._failed = np.zeros(self._part.shape, dtype=bool)
-        by_key = np.frombuffer(keys, dtype=[("high", ">u8"), ("low", ">u8")])
-        order = np.argsort(by_key, order=("high", "low"))
-        ordered = by_key[order]
-        for path, table in folder.parts(["key", "sample_index", "error"]):
-            if table.num_rows and len(ordered):
-                self._index_part(path, table, ordered, order)
+        named, places = key_array(keys), KeyTable(len(self._part))
+        for first in range(0, len(named), KEYS_AT_ONCE):
+            lot = named[first : first + KEYS_AT_ONCE]
+            places.put(lot, np.arange(first, first + len(lot)))
+        for path, table in folder.parts(["key", "sample_index", "finish_reason", "error"]):
+            self._index_part(path, table, places)
 
-    def _index_part(self, path: Path, table: pa.Table, ordered: np.ndarray, order: np.ndarray) -> None:
-        """ordered: the input's keys, sorted; order: where each stands in the input."""
-        part_keys = np.frombuffer(b"".join(table["key"].to_pylist()), dtype=ordered.dtype)
-        places = np.searchsorted(ordered, part_keys).clip(max=len(ordered) - 1)
+    def _index_part(self, path: Path, table: pa.Table, places: KeyTable) -> None:
+        rows = places.find(key_array(table["key"].to_pylist()))
         samples = table["sample_index"].to_numpy()
-        failed = table["error"].is_valid().to_numpy()
-        known = np.flatnonzero((ordered[places] == part_keys) & (samples < self._num_samples))
-        rows, columns = order[places[known]], samples[known]
+        failed = statuses(table) == FAILED
+        known = np.flatnonzero((rows >= 0) & (samples < self._num_samples))
+        self.num_foreign += len(rows) - len(known)
+        rows, columns = rows[known], samples[known]
         success_stays = failed[known] & (self._part[rows, columns] >= 0) & ~self._failed[rows, columns]
         known, rows, columns = known[~success_stays], rows[~success_stays], columns[~success_stays]
         self._part[rows, columns] = len(self._paths)
         self._row[rows, columns] = known
         self._failed[rows, columns] = failed[known]
         self._paths.append(path)
+        told = told_by_part(table.schema.metadata)
+        self._most_bytes_per_result = max(self._most_bytes_per_result, told["bytes"] / max(1, told["rows"]))
+
+    def hex_keys(self, first: int, count: int) -> list[str]:
+        """The keys of so many rows in input order."""
+        return [self._keys[KEY_BYTES * row : KEY_BYTES * (row + 1)].hex() for row in range(first, first + count)]
 
     @property
     def num_missing(self) -> int:
@@ -72,122 +80,114 @@ class Results:
     def num_failed(self) -> int:
         return int(self._failed.sum())
 
-    def tables(self, rows_per_table: int) -> Iterator[pa.Table]:
-        """The results in input order, `num_samples` for each row, as tables of GATHER_SCHEMA for so many input rows."""
-        for first in range(0, len(self._part), rows_per_table):
-            piece = slice(first, first + rows_per_table)
+    def tables(self) -> Iterator[pa.Table]:
+        """The results in input order, `num_samples` for each row, as tables of GATHER_SCHEMA of whole rows."""
+        step = self._rows_per_pass()
+        for first in range(0, len(self._part), step):
+            piece = slice(first, first + step)
             yield self._gather(self._part[piece].ravel(), self._row[piece].ravel())
+
+    def _rows_per_pass(self) -> int:
+        """As if all parts were like the one with the longest rows: they may all lie together."""
+        least = max(1, LEAST_PASS_ROWS // self._num_samples)
+        return min(MOST_PASS_ROWS, max(least, int(PASS_BYTES / self._most_bytes_per_result / self._num_samples)))
 
     def _gather(self, parts: np.ndarray, rows: np.ndarray) -> pa.Table:
         """The given rows of the given parts, in this order; reads each part it needs once."""
         pieces, positions = [], []
         for part in np.unique(parts):
             wanted = np.flatnonzero(parts == part)
-            table = pq.read_table(self._paths[part], columns=GATHER_SCHEMA.names).cast(GATHER_SCHEMA)
-            pieces.append(table.take(rows[wanted]))
+            path = self._paths[part]
+            table = self._folder.read_part(path, GATHER_SCHEMA.names)
+            if table is None:
+                raise OutputError(f"{path}: is damaged and was set aside; run the same command again for its rows")
+            pieces.append(table.replace_schema_metadata(None).take(rows[wanted]).cast(GATHER_SCHEMA))
             positions.append(wanted)
         order = np.argsort(np.concatenate(positions), kind="stable")
         return pa.concat_tables(pieces).take(order)
 
 
-def assemble(output: Path, source: Input, results: Results, layout: OutputLayout, footer: dict[str, Any]) -> None:
-    """Writes the final file, every input row in order with its results, by one rename, after checking it is whole.
+def output_schema(source: Selection, layout: OutputLayout) -> pa.Schema:
+    """Every input column unchanged, then the output columns; without metadata."""
+    return pa.schema([*source.schema.remove_metadata(), *layout.fields])
 
-    footer: what the file records about the job; a JSONL file, which has no footer, has it in a file beside it.
+
+def output_tables(source: Selection, results: Results, layout: OutputLayout) -> Iterator[pa.Table]:
+    """Every row in order with its results, as tables of `output_schema` as large as the input's own.
+
+    Raises OutputError when there are not as many results as rows.
     """
-
-    def write(path: Path) -> None:
-        if output.suffix == ".jsonl":
-            num_rows = _write_jsonl(path, source, results, layout)
-        else:
-            num_rows = _write_parquet(path, source, results, layout, footer)
-        expected = source.num_rows * layout.num_samples
-        if num_rows != expected:
-            raise OutputError(f"{output}: {num_rows} rows were written of {expected}; the parts are kept, run it again")
-
-    publish(output, write)
-    if output.suffix == ".jsonl":
-        sidecar = {"size_bytes": output.stat().st_size, **footer}
-        publish_text(sidecar_path(output), json.dumps(sidecar, indent=2, ensure_ascii=False))
-
-
-def sidecar_path(output: Path) -> Path:
-    """Where a JSONL output records its job."""
-    return output.with_name(output.name + ".job.json")
+    schema, samples = output_schema(source, layout), layout.num_samples
+    gathered = _Stream(results.tables())
+    first = 0
+    for rows in source.tables():
+        result = gathered.take(rows.num_rows * samples).select(layout.columns)
+        types = [RESULT_SCHEMA.field(name).type for name in layout.columns]
+        columns = [
+            *(_repeated(rows, samples) if samples > 1 else rows).columns,
+            *(_shard_columns(source, results, first, rows.num_rows, samples) if layout.is_shard else []),
+            *(column.cast(type_) for column, type_ in zip(result.columns, types, strict=True)),
+        ]
+        first += rows.num_rows
+        yield pa.table(columns, schema=schema)
 
 
-def read_footer(output: Path) -> dict[str, Any] | None:
-    """What a finished output records about its job; None for a file that cbgen did not finish."""
-    try:
-        if output.suffix == ".jsonl":
-            footer = json.loads(sidecar_path(output).read_text(encoding="utf-8"))
-            whole = footer.pop("size_bytes") == output.stat().st_size
-        else:
-            footer = json.loads((pq.read_schema(output).metadata or {})[FOOTER_KEY])
-            whole = True  # a Parquet file that was cut has no footer
-        return footer if whole and footer.keys() >= FOOTER_KEYS else None
-    except (pa.ArrowInvalid, OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None
+def _shard_columns(source: Selection, results: Results, first: int, count: int, samples: int) -> list[pa.Array]:
+    """See SHARD_FIELDS."""
+    repeated = np.repeat(np.arange(count), samples)
+    indices = source.row_indices[first : first + count]
+    return [pa.array(indices[repeated]), pa.array(results.hex_keys(first, count)).take(pa.array(repeated))]
 
 
-def _write_parquet(path: Path, source: Input, results: Results, layout: OutputLayout, footer: dict[str, Any]) -> int:
-    """Returns the number of rows that the written file says it holds."""
-    fields = [RESULT_SCHEMA.field(column).with_name(layout.prefix + column) for column in layout.columns]
-    metadata = {**(source.schema.metadata or {}), FOOTER_KEY: json.dumps(footer, ensure_ascii=False).encode()}
-    schema = pa.schema([*source.schema, *fields]).with_metadata(metadata)
-    inputs = _rechunked(source, ASSEMBLY_ROWS)
-    with pq.ParquetWriter(path, schema) as writer:
-        for result in results.tables(ASSEMBLY_ROWS):
-            for rows, outputs in _bounded(next(inputs), result.select(layout.columns), layout.num_samples):
-                columns = [column.cast(field.type) for column, field in zip(outputs.columns, fields, strict=True)]
-                writer.write_table(pa.table([*rows.columns, *columns], schema=schema))
-    return pq.read_metadata(path).num_rows
-
-
-def _bounded(rows: pa.Table, results: pa.Table, num_samples: int) -> Iterator[tuple[pa.Table, pa.Table]]:
-    """Both tables in pieces of at most some ROW_GROUP_BYTES, each input row repeated for its samples."""
-    bytes_per_row = (rows.nbytes * num_samples + results.nbytes) / rows.num_rows
-    size = max(1, int(ROW_GROUP_BYTES / max(1.0, bytes_per_row)))
-    for first in range(0, rows.num_rows, size):
-        piece = rows.slice(first, size)
-        yield _repeated(piece, num_samples), results.slice(first * num_samples, piece.num_rows * num_samples)
-
-
-def _repeated(rows: pa.Table, times: int) -> pa.Table:
-    if times == 1:
-        return rows
-    try:
-        return rows.take(np.repeat(np.arange(rows.num_rows), times))
-    except pa.ArrowNotImplementedError:  # some types cannot be taken, but any can be sliced and joined
-        return pa.concat_tables([rows.slice(place, 1) for place in range(rows.num_rows) for _ in range(times)])
-
-
-def _rechunked(source: Input, num_rows: int) -> Iterator[pa.Table]:
-    """The input's tables again, cut to `num_rows` rows each; the last may be shorter."""
-    pending: list[pa.Table] = []
-    for table in source.tables():
-        pending.append(table.replace_schema_metadata(None))
-        while sum(piece.num_rows for piece in pending) >= num_rows:
-            joined = pa.concat_tables(pending)
-            yield joined.slice(0, num_rows)
-            pending = [joined.slice(num_rows)]
-    yield pa.concat_tables(pending)
-
-
-def _write_jsonl(path: Path, source: Input, results: Results, layout: OutputLayout) -> int:
-    """Returns the number of lines written."""
+def output_records(source: Selection, results: Results, layout: OutputLayout) -> Iterator[list[dict[str, Any]]]:
+    """For every row its output rows as JSON holds them: the values as the input has them, then the output columns."""
     records = source.records()
-    count = 0
-    with open(path, "w", encoding="utf-8") as file:
-        for result in results.tables(ASSEMBLY_ROWS):
-            samples = iter(result.select(layout.columns).rename_columns(layout.names).to_pylist())
-            for record in islice(records, result.num_rows // layout.num_samples):
-                for sample in islice(samples, layout.num_samples):
-                    file.write(json.dumps({**record, **sample}, ensure_ascii=False, default=_json_value) + "\n")
-                    count += 1
-    return count
+    count, samples = 0, layout.num_samples
+    names = [layout.prefix + name for name in layout.columns]
+    for result in results.tables():
+        outputs = iter(result.select(layout.columns).rename_columns(names).to_pylist())
+        for record in islice(records, result.num_rows // samples):
+            own: dict[str, Any] = {}
+            if layout.is_shard:
+                own = dict(
+                    zip(layout.names, (int(source.row_indices[count]), *results.hex_keys(count, 1)), strict=False)
+                )
+            yield [{**record, **own, **sample} for sample in islice(outputs, samples)]
+            count += 1
+    if next(records, None) is not None:  # which also lets the input see whether it was changed meanwhile
+        raise OutputError("there are fewer results than rows: run the same command again")
+
+
+def json_line(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, default=_json_value) + "\n"
 
 
 def _json_value(value: Any) -> Any:
     """Values of Parquet that JSON does not know, as text."""
     return value.isoformat() if isinstance(value, datetime) else str(value)
+
+
+def _repeated(rows: pa.Table, times: int) -> pa.Table:
+    return taken(rows, np.repeat(np.arange(rows.num_rows), times))
+
+
+class _Stream:
+    """Rows taken from tables, so many at a time as are wanted."""
+
+    def __init__(self, tables: Iterator[pa.Table]):
+        self._tables = tables
+        self._table: pa.Table | None = None
+        self._first = 0
+
+    def take(self, num_rows: int) -> pa.Table:
+        pieces = []
+        while num_rows:
+            if self._table is None or self._first == self._table.num_rows:
+                self._table, self._first = next(self._tables, None), 0
+                if self._table is None:
+                    raise OutputError("there are fewer results than rows: run the same command again")
+            piece = self._table.slice(self._first, num_rows)
+            self._first += piece.num_rows
+            num_rows -= piece.num_rows
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces)

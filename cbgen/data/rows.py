@@ -1,6 +1,6 @@
 """What goes in and what comes out, row by row, and the Arrow types of it: fixed, never inferred from the first row."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ KEY_BYTES = 16
 
 def parts_path(output: Path) -> Path:
     """The folder beside an output in which its results are published while the job runs."""
-    return output.with_name(output.name + ".parts")
+    named = output if output.name else output.resolve()  # "." has no name
+    return named.with_name(named.name + ".parts")
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,16 @@ class OutputRow:
     completion: str | None
     finish_reason: str
     error: str | None
-    prompt_tokens: int
-    completion_tokens: int
-    completion_ids: list[int]
-    queue_s: float | None
-    prefill_s: float | None
-    decode_s: float | None
-    ttft_s: float | None
-    tpot_s: float | None
-    arrival_time: datetime | None
-    finish_time: datetime | None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    completion_ids: list[int] = field(default_factory=list)
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    arrival_time: datetime | None = None
+    finish_time: datetime | None = None
 
 
 _UTC = pa.timestamp("us", tz="UTC")
@@ -71,28 +72,41 @@ RESULT_SCHEMA = pa.schema(
 PART_SCHEMA = pa.schema([pa.field("key", pa.binary(KEY_BYTES), nullable=False), *RESULT_SCHEMA])
 
 
+# Of the output of one shard: the row's place in the whole input, by which shards are merged, and its key in hex, which
+# cannot be found again from the rows of one shard alone.
+SHARD_FIELDS = (pa.field("row_index", pa.int64(), nullable=False), pa.field("row_key", pa.string(), nullable=False))
+
+
 @dataclass(frozen=True)
 class OutputLayout:
     """The final file beside the input's columns: so many rows for each input row, and which result columns.
 
-    sample_index is there for several samples only, completion_ids only when asked for.
+    sample_index is there for several samples only, completion_ids only when asked for, SHARD_FIELDS only in the output
+    of one shard of several.
     """
 
     num_samples: int = 1
     with_token_ids: bool = False
     prefix: str = ""
+    is_shard: bool = False
 
     @property
     def columns(self) -> list[str]:
-        """Names in RESULT_SCHEMA, in order."""
+        """Of the results: names in RESULT_SCHEMA, in order."""
         hidden = set() if self.with_token_ids else {"completion_ids"}
         hidden |= {"sample_index"} if self.num_samples == 1 else set()
         return [name for name in RESULT_SCHEMA.names if name not in hidden]
 
     @property
+    def fields(self) -> list[pa.Field]:
+        """Everything beside the input's columns, as the file names it."""
+        own = SHARD_FIELDS if self.is_shard else ()
+        results = [RESULT_SCHEMA.field(column) for column in self.columns]
+        return [field.with_name(self.prefix + field.name) for field in (*own, *results)]
+
+    @property
     def names(self) -> list[str]:
-        """The same columns as the file names them."""
-        return [self.prefix + name for name in self.columns]
+        return [field.name for field in self.fields]
 
 
 def part_table(rows: list[OutputRow]) -> pa.Table:

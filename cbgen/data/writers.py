@@ -4,18 +4,26 @@ import time
 
 import pyarrow.parquet as pq
 
-from cbgen.data.files import publish
-from cbgen.data.manifest import PartsFolder
+from cbgen.data.files import DiskPatience
+from cbgen.data.manifest import PartsFolder, part_metadata
 from cbgen.data.rows import OutputRow, part_table
 
 
 class PartWriter:
-    """Collects results and publishes them as immutable parts, every `max_rows` rows or `max_age_s` seconds."""
+    """Collects results and publishes them as immutable parts, every `max_rows` rows or `max_age_s` seconds.
 
-    def __init__(self, folder: PartsFolder, max_rows: int, max_age_s: float):
+    generation: of a retry, 0 for a job's first results (see Retry).
+    """
+
+    def __init__(
+        self, folder: PartsFolder, max_rows: int, max_age_s: float, patience: DiskPatience, generation: int = 0
+    ):
         self._folder = folder
         self._max_rows = max_rows
         self._max_age_s = max_age_s
+        self.patience = patience
+        self._generation = generation
+        self._run_started = time.time()
         self._next_number = folder.next_part_number()
         self._rows: list[OutputRow] = []
         self._oldest_s = 0.0
@@ -35,6 +43,8 @@ class PartWriter:
         """Publishes what was collected. The rename is the commit: before it nothing is done, after it all is."""
         if self._rows:
             table = part_table(self._rows)
-            publish(self._folder.part_path(self._next_number), lambda path: pq.write_table(table, path))
+            table = table.replace_schema_metadata(part_metadata(self._generation, table, self._run_started))
+            path = self._folder.part_path(self._next_number)
+            self.patience.publish(path, lambda temporary: pq.write_table(table, temporary, write_page_checksum=True))
             self._next_number += 1
             self._rows = []

@@ -1,0 +1,121 @@
+"""What a job would do, told without loading weights: every choice, and the first rows rendered and tokenized."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from itertools import islice
+
+import numpy as np
+
+from cbgen.data.manifest import PartsFolder
+from cbgen.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_TOO_MANY_FAILED
+from cbgen.finished import look_at_output, manifest_of
+from cbgen.jobspec import JobSpec
+from cbgen.prompting import FailedPrompt, Prompter, RenderedPrompt
+from cbgen.resolution import ResolvedJob, resolve_job, resolved_lines, warnings_about
+
+BATCH_ROWS = 128
+SHOWN_FAILURES = 5
+PREVIEW_CHARS = 600
+
+
+@dataclass
+class Validated:
+    """The first rows: prompt tokens of each that can be generated, and why the others cannot.
+
+    most_tokens: that they may generate. num_clamped: rows that reach the context before their max_tokens.
+    """
+
+    lengths: list[int] = field(default_factory=list)
+    most_tokens: int = 0
+    num_clamped: int = 0
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    first_prompt: str | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths) + len(self.failures)
+
+    @property
+    def exit_code(self) -> int:
+        """That of the run, if all rows are like these."""
+        if self.failures and not self.lengths:
+            return EXIT_TOO_MANY_FAILED
+        return EXIT_FAILED_ROWS if self.failures else EXIT_DONE
+
+
+def validate_job(spec: JobSpec, num_rows: int, notify: Callable[[str], None]) -> tuple[dict[str, str], int]:
+    """Lines to show and the exit code. Raises what a run would, before it begins."""
+    job = resolve_job(spec, notify)
+    with job.source:
+        for warning in warnings_about(job):
+            notify(f"warning: {warning}")
+        job.refuse_repeated_ids()
+        state = _what_is_there(job)
+        validated = _read_rows(job, num_rows)
+        return resolved_lines(job) | {"there": state} | _told(job, validated), validated.exit_code
+
+
+def _what_is_there(job: ResolvedJob) -> str:
+    """At the output. Raises ResumeRefusedError where the run would."""
+    folder = PartsFolder(job.output.path)
+    found = look_at_output(job, folder)
+    if found.complete is not None:
+        return "a finished output of this very job, for which nothing is left to do"
+    if found.reopened is not None:
+        return f"a finished output of {found.reopened['rows_total']} rows, from which this job goes on"
+    begun = folder.read_manifest() if job.spec.resume != "never" else None
+    if begun is None or not folder.has_parts:
+        return "nothing that this job goes on from"
+    folder.refuse_other(manifest_of(job, found), begun, job.spec.retry_kinds)
+    return "a part of this job, which goes on from there"
+
+
+def _read_rows(job: ResolvedJob, num_rows: int) -> Validated:
+    today = datetime.now(timezone.utc).date()
+    prompter = Prompter(job.model.tokenizer, job.prompts, job.defaults, today, job.model.vocab_size, job.spec.id_column)
+    validated, rows = Validated(), islice(job.source.rows(job.columns), num_rows)
+    while batch := [prompter.render(row) for row in islice(rows, BATCH_ROWS)]:
+        rendered = [prompt for prompt in batch if isinstance(prompt, RenderedPrompt)]
+        validated.failures += [(prompt.index, prompt.error) for prompt in batch if isinstance(prompt, FailedPrompt)]
+        if rendered and validated.first_prompt is None:
+            validated.first_prompt = prompter.preview(rendered[0])
+        for prompt, ids in zip(rendered, prompter.tokenize(rendered), strict=True):
+            room = job.model.max_model_len - len(ids)
+            if not ids or room <= 0:
+                why = f"has {len(ids)} tokens, the context is {job.model.max_model_len}" if ids else "has no tokens"
+                validated.failures.append((prompt.index, f"the prompt {why}"))
+            else:
+                validated.lengths.append(len(ids))
+                validated.num_clamped += prompt.params.max_tokens > room
+                validated.most_tokens += min(room, prompt.params.max_tokens)
+    validated.failures.sort()
+    return validated
+
+
+def _told(job: ResolvedJob, validated: Validated) -> dict[str, str]:
+    lines = {"checked": f"the first {validated.num_rows} of {job.source.num_rows} rows"}
+    if validated.lengths:
+        lengths = np.array(validated.lengths)
+        mean = float(lengths.mean())
+        lines["tokens"] = (
+            f"{lengths.sum()} in prompts: {lengths.min()} to {lengths.max()}, median {int(np.median(lengths))}, "
+            f"mean {mean:.1f}; about {mean * job.source.num_rows:.0f} in the whole input"
+        )
+        lines["generates"] = f"up to {validated.most_tokens * job.spec.n} tokens for these rows"
+    if validated.first_prompt is not None:
+        shown = validated.first_prompt[:PREVIEW_CHARS].replace("\n", "\n          ")
+        lines["prompt"] = "the first one, as the model reads it:\n          " + shown
+    if validated.num_clamped:
+        lines["clamped"] = f"{validated.num_clamped} rows reach the context before their max_tokens"
+    if validated.failures:
+        reasons = Counter(error for _, error in validated.failures)
+        lines["failing"] = f"{len(validated.failures)} rows, for {len(reasons)} reasons"
+        more = len(validated.failures) - SHOWN_FAILURES
+        if more > 0:
+            lines["failing"] += f"; the first {SHOWN_FAILURES}, {more} more"
+        for index, error in validated.failures[:SHOWN_FAILURES]:
+            place = job.source.place_of(index)
+            lines[f"  row {index}"] = f" {error if error.startswith(place) else f'{place}: {error}'}"
+    return lines
