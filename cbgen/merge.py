@@ -1,0 +1,339 @@
+"""The outputs of all shards of a job as one output: what the job would have written without shards."""
+
+import functools
+import heapq
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cbgen.data.assembly import json_line
+from cbgen.data.batches import BATCH_BYTES
+from cbgen.data.files import check_writable, publish
+from cbgen.data.manifest import PartsFolder
+from cbgen.data.outputs import (
+    FOOTER_KEY,
+    FolderOutput,
+    JsonlOutput,
+    Output,
+    file_hash,
+    open_output,
+    publish_sidecar,
+    write_parquet,
+)
+from cbgen.data.rows import SHARD_FIELDS, OutputLayout, parts_path
+from cbgen.data.selection import taken
+from cbgen.errors import (
+    EXIT_DONE,
+    EXIT_FAILED_ROWS,
+    EXIT_TOO_MANY_FAILED,
+    InputError,
+    ResumeRefusedError,
+    UsageError,
+)
+from cbgen.finished_rows import checked_tables, file_schema, finished_layout, json_records, whole_rows
+from cbgen.jobspec import OUTPUT_SUFFIXES, is_folder
+
+# So many shards are read by batches of the usual size; of more, each gets its share of that.
+FULL_BATCHES = 16
+# Tables are joined to so many rows, or to BATCH_BYTES, before they are written.
+JOINED_ROWS = 16_384
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A finished output of one shard. index counts from 0."""
+
+    output: Output
+    footer: dict[str, Any]
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What came of it, in output rows."""
+
+    path: Path
+    num_shards: int
+    rows_ok: int
+    rows_failed: int
+
+    @property
+    def exit_code(self) -> int:
+        """As of the run of a job."""
+        if self.rows_failed and not self.rows_ok:
+            return EXIT_TOO_MANY_FAILED
+        return EXIT_FAILED_ROWS if self.rows_failed else EXIT_DONE
+
+    def line(self) -> str:
+        return f"{self.num_shards} shards are merged in {self.path}: {self.rows_ok} rows ok, {self.rows_failed} failed"
+
+
+def merge_shards(paths: Sequence[str], out: str | None, rows_per_shard: int) -> Merged:
+    """Writes `out`, a file or a folder with files of `rows_per_shard` rows, of all shards of one job.
+
+    Raises UsageError for shards that do not make up a job, InputError for one whose rows are not what they were, and
+    ResumeRefusedError for an output of another job. Memory holds a batch of each shard.
+    """
+    target = _open_target(out, rows_per_shard)
+    shards = _open_shards(paths, target)
+    footer = _merged_footer(shards)
+    _refuse_other(target, footer)
+    check_writable(target.path.parent)
+    layout = finished_layout(shards[0].footer)
+    if isinstance(target, JsonlOutput):
+        _write_jsonl(target, shards, layout, footer)
+    else:
+        _write_parquet(target, shards, layout, footer)
+    return Merged(target.path, len(shards), footer["rows_ok"], footer["rows_failed"])
+
+
+def _open_target(out: str | None, rows_per_shard: int) -> Output:
+    if out is None:
+        raise UsageError("--out is missing")
+    if not is_folder(out) and Path(out).suffix not in OUTPUT_SUFFIXES:
+        known = ", ".join(OUTPUT_SUFFIXES)
+        raise UsageError(f"--out: {out}: the format is told by the extension, one of {known}; a folder ends with /")
+    if rows_per_shard < 1:
+        raise UsageError("--rows-per-shard: must be 1 or more")
+    return open_output(Path(out).expanduser(), is_folder(out), rows_per_shard)
+
+
+def _open_shards(paths: Sequence[str], target: Output) -> list[Shard]:
+    """In order of their index. Raises UsageError unless they are all shards of one finished job."""
+    outputs = [open_output(Path(path).expanduser(), is_folder(path), rows_per_shard=1) for path in paths]
+    footers = [None if PartsFolder(output.path).is_begun else output.read_footer() for output in outputs]
+    unfinished = [str(output.path) for output, footer in zip(outputs, footers, strict=True) if footer is None]
+    if unfinished:
+        gone = [name for name in unfinished if not (Path(name).exists() or parts_path(Path(name)).exists())]
+        if gone:
+            raise UsageError(f"no such output: {', '.join(gone)}")
+        raise UsageError(
+            f"not the finished output of a job: {', '.join(unfinished)}; run the job of each to its end first"
+        )
+    shards = [_shard(output, footer) for output, footer in zip(outputs, footers, strict=True) if footer is not None]
+    _refuse_foreign(shards)
+    _refuse_incomplete(shards)
+    for shard in shards:
+        if isinstance(shard.output, JsonlOutput) != isinstance(target, JsonlOutput):
+            raise UsageError(
+                f"--out: {target.path}: {shard.output.path} is of another format; give --out its extension"
+            )
+    return sorted(shards, key=lambda shard: shard.index)
+
+
+def _shard(output: Output, footer: dict[str, Any]) -> Shard:
+    told = footer["fingerprint"]["shard"]
+    if told is None:
+        raise UsageError(f"{output.path}: is the output of a whole job, not of a shard")
+    index, count = told.split(" of ")
+    return Shard(output, footer, int(index), int(count))
+
+
+def _refuse_foreign(shards: list[Shard]) -> None:
+    first = shards[0]
+    foreign = [
+        f"{shard.output.path} ({', '.join(differing)})"
+        for shard in shards[1:]
+        if (differing := _differing(shard, first))
+    ]
+    if foreign:
+        raise UsageError(f"not shards of the same job as {first.output.path}: {'; '.join(foreign)}")
+
+
+def _differing(shard: Shard, other: Shard) -> list[str]:
+    """What of the jobs that two shards are of is not the same, by name."""
+    one, two = shard.footer["fingerprint"], other.footer["fingerprint"]
+    names = [name for name in sorted(one.keys() | two.keys()) if name != "shard" and one.get(name) != two.get(name)]
+    names += ["--shard-count"] if shard.count != other.count else []
+    own = {"input": "the input files", "input_rows": "rows of the input", "columns": "output columns"}
+    names += [told for key, told in own.items() if shard.footer[key] != other.footer[key]]
+    if not names and not isinstance(shard.output, JsonlOutput) and not isinstance(other.output, JsonlOutput):
+        schemas = [file_schema(path) for output in (other.output, shard.output) for path in output.files]
+        names += [] if all(schema.equals(schemas[0]) for schema in schemas) else ["types of columns"]
+    return names
+
+
+def _refuse_incomplete(shards: list[Shard]) -> None:
+    by_index: dict[int, list[str]] = {}
+    for shard in shards:
+        by_index.setdefault(shard.index, []).append(str(shard.output.path))
+    count = shards[0].count
+    missing = [str(index) for index in range(count) if index not in by_index]
+    faults = [f"shard {index} is there twice: {', '.join(paths)}" for index, paths in by_index.items() if paths[1:]]
+    faults += [f"of {count} shards (from 0) these are missing: {', '.join(missing)}"] if missing else []
+    if faults:
+        raise UsageError("; ".join(faults))
+
+
+def _merged_footer(shards: list[Shard]) -> dict[str, Any]:
+    """That of the job without shards; what may differ between shards is of the first."""
+    footers = [shard.footer for shard in shards]
+    layout, first = finished_layout(footers[0]), footers[0]
+    num_rows, expected = sum(footer["rows_total"] for footer in footers), first["input_rows"] * layout.num_samples
+    if num_rows != expected:
+        raise InputError(f"the shards record {num_rows} rows in all, and {expected} are those of the input")
+    return {
+        **{name: value for name, value in first.items() if name != "files"},
+        "fingerprint": {**first["fingerprint"], "shard": None},
+        "columns": [name for name in first["columns"] if name not in _shard_names(layout)],
+        "generation": max(footer["generation"] for footer in footers),
+        **{name: sum(footer[name] for footer in footers) for name in ("rows_ok", "rows_failed")},
+        "rows_total": num_rows,
+        "config": {**first["config"], "shard": None},
+    }
+
+
+def _shard_names(layout: OutputLayout) -> list[str]:
+    return [layout.prefix + field.name for field in SHARD_FIELDS]
+
+
+def _refuse_other(target: Output, footer: dict[str, Any]) -> None:
+    """Raises ResumeRefusedError when something else than an earlier merge of these shards is in the way.
+
+    One that was killed has left files that record it: a sidecar, or some files of a folder.
+    """
+    if PartsFolder(target.path).is_begun:
+        raise ResumeRefusedError(f"{target.path}: a job that is not finished has begun it; choose another --out")
+    recorded = _recorded_fingerprints(target) if target.exists else []
+    if any(fingerprint != footer["fingerprint"] for fingerprint in recorded) or (target.exists and not recorded):
+        raise ResumeRefusedError(f"{target.path}: is not a merge of these shards; move it or choose another --out")
+    if isinstance(target, FolderOutput):
+        target.refuse_foreign()
+
+
+def _recorded_fingerprints(target: Output) -> list[dict[str, Any] | None]:
+    """Of each file that is there, what it, or the sidecar, says of its job; None for one that says nothing."""
+    files = [target.sidecar] if isinstance(target, JsonlOutput) else target.files
+    return [_recorded_fingerprint(path) for path in files]
+
+
+def _recorded_fingerprint(path: Path) -> dict[str, Any] | None:
+    try:
+        text = path.read_bytes() if path.suffix == ".json" else (pq.read_schema(path).metadata or {})[FOOTER_KEY]
+        return json.loads(text)["fingerprint"]
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _write_parquet(target: Output, shards: list[Shard], layout: OutputLayout, footer: dict[str, Any]) -> None:
+    dropped = _shard_names(layout)
+    schema = pq.read_schema(shards[0].output.files[0])
+    metadata = {**schema.metadata, FOOTER_KEY: json.dumps(footer, ensure_ascii=False).encode()}
+    schema = pa.schema([field for field in schema if field.name not in dropped], metadata)
+    tables = (table.drop_columns(dropped) for table in _joined(_merged_tables(shards, layout)))
+    if isinstance(target, FolderOutput):
+        paths = target.write_tables(schema, tables, footer["rows_total"], layout.num_samples)
+        publish_sidecar(target.marker, footer, {path: path for path in paths})
+    else:
+        publish(target.path, functools.partial(write_parquet, schema=schema, tables=tables))
+
+
+def _write_jsonl(target: JsonlOutput, shards: list[Shard], layout: OutputLayout, footer: dict[str, Any]) -> None:
+    dropped = _shard_names(layout)
+    for shard in shards:
+        for path in shard.output.files:
+            if file_hash(path) != shard.footer["files"][path.name][1]:
+                raise InputError(f"{path}: was changed after it was written; `cbgen verify` tells where")
+
+    def write(path: Path) -> None:
+        with open(path, "w", encoding="utf-8") as file:
+            for record in _merged_records(shards, layout):
+                file.write(json_line({name: value for name, value in record.items() if name not in dropped}))
+        publish_sidecar(target.sidecar, footer, {target.path: path})
+
+    publish(target.path, write)
+
+
+def _joined(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in fewer tables: where there are many shards, what they have of one stretch is small."""
+    pending: list[pa.Table] = []
+    num_rows = size_bytes = 0
+    for table in tables:
+        pending.append(table)
+        num_rows, size_bytes = num_rows + table.num_rows, size_bytes + table.nbytes
+        if num_rows >= JOINED_ROWS or size_bytes >= BATCH_BYTES:
+            yield pa.concat_tables(pending)
+            pending, num_rows, size_bytes = [], 0, 0
+    if pending:
+        yield pa.concat_tables(pending)
+
+
+def _merged_tables(shards: list[Shard], layout: OutputLayout) -> Iterator[pa.Table]:
+    """All rows in the order of the input, with the columns of a shard. Raises InputError unless each is there once."""
+    share, place = -(-len(shards) // FULL_BATCHES), 0
+    heads = [head for shard in shards if (head := _Head(shard, layout, share)).table is not None]
+    while heads:
+        last = min(int(head.indices[-1]) for head in heads)
+        joined = pa.concat_tables([head.take_to(last) for head in heads])
+        table = taken(joined, np.argsort(joined[_shard_names(layout)[0]].to_numpy(), kind="stable"))
+        _check_places(table, place, layout)
+        place += table.num_rows
+        yield table
+        heads = [head for head in heads if head.table is not None]
+    if place != shards[0].footer["input_rows"] * layout.num_samples:
+        raise _not_once(place, layout)
+
+
+def _merged_records(shards: list[Shard], layout: OutputLayout) -> Iterator[dict[str, Any]]:
+    """The same of the lines of JSONL outputs."""
+    index_name, sample_name = _shard_names(layout)[0], layout.prefix + "sample_index"
+    records = heapq.merge(*(json_records(shard.output.path) for shard in shards), key=lambda record: record[index_name])
+    place = 0
+    for record in records:
+        sample = record[sample_name] if layout.num_samples > 1 else 0
+        if (record[index_name], sample) != divmod(place, layout.num_samples):
+            raise _not_once(place, layout)
+        place += 1
+        yield record
+    if place != shards[0].footer["input_rows"] * layout.num_samples:
+        raise _not_once(place, layout)
+
+
+def _check_places(table: pa.Table, first: int, layout: OutputLayout) -> None:
+    """first: place of the table's first row among the rows of the merged output."""
+    rows, samples = np.divmod(first + np.arange(table.num_rows), layout.num_samples)
+    wrong = table[_shard_names(layout)[0]].to_numpy() != rows
+    if layout.num_samples > 1:
+        wrong |= table[layout.prefix + "sample_index"].to_numpy() != samples
+    if wrong.any():
+        raise _not_once(first + int(np.flatnonzero(wrong)[0]), layout)
+
+
+def _not_once(place: int, layout: OutputLayout) -> InputError:
+    return InputError(
+        f"row {place // layout.num_samples + 1} of the input is not there once in all shards; `cbgen verify` tells "
+        "which one is damaged"
+    )
+
+
+class _Head:
+    """The next rows of a shard: `table` and their places in the input, or None at its end."""
+
+    def __init__(self, shard: Shard, layout: OutputLayout, share: int):
+        files = (table for path in shard.output.files for table in checked_tables(path, share=share))
+        self._tables = whole_rows(files, layout.num_samples)
+        self._index_name = _shard_names(layout)[0]
+        self.indices = np.zeros(0, dtype=np.int64)
+        self.table: pa.Table | None = None
+        self._next()
+
+    def take_to(self, last: int) -> pa.Table:
+        """The rows up to this place in the input; there may be none."""
+        assert self.table is not None
+        count = int(np.count_nonzero(self.indices <= last))
+        rows, self.table, self.indices = self.table.slice(0, count), self.table.slice(count), self.indices[count:]
+        if not self.table.num_rows:
+            self._next()
+        return rows
+
+    def _next(self) -> None:
+        self.table = next(self._tables, None)
+        if self.table is not None:
+            self.indices = self.table[self._index_name].to_numpy()
