@@ -38,7 +38,7 @@ def run_tiny(source: object, out: Path, *options: object, code: int = 0) -> list
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in path.read_bytes().splitlines()]
     return pq.read_table(path).to_pylist()
 
 

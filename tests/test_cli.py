@@ -46,8 +46,19 @@ def message(*arguments: object, code: int) -> str:
         ([QUESTIONS, "--dtype", "int4"], "--dtype int4: not one of auto, float32"),
         ([QUESTIONS, "--max-model-len", "100000"], "the context of this model is 2048"),
         ([QUESTIONS, "--limit", "-1"], "--limit"),
+        ([QUESTIONS, "--retry", "everything"], "'everything' is none of failed, truncated"),
+        ([QUESTIONS, "--time-limit", "soon"], "--time-limit soon: a duration such as"),
+        ([QUESTIONS, "--max-errors", "many"], "--max-errors many: a number of rows"),
+        ([QUESTIONS, "--shard-index", "1"], "--shard-index and --shard-count go together"),
+        (
+            [QUESTIONS, "--shard-index", "2", "--shard-count", "2"],
+            "--shard-index 2: is shard 2, and 2 shards are 0 to 1",
+        ),
+        ([QUESTIONS, "--id-column", "name"], "--id-column name: the input has no such column; it has: id, prompt"),
+        ([QUESTIONS, "--rows-per-shard", "0"], "--rows-per-shard"),
+        ([], "no input: give at least one file"),
     ],
-    ids=lambda value: " ".join(str(word) for word in value[-2:]) if isinstance(value, list) else None,
+    ids=lambda value: " ".join(str(word) for word in value[-2:]) or "nothing" if isinstance(value, list) else None,
 )
 def test_wrong_options(tmp_path: Path, options: list[object], words: str) -> None:
     """Exit code 2, and nothing is written."""
@@ -75,7 +86,8 @@ def test_required_options(tmp_path: Path) -> None:
     """Without a model or an output there is nothing to do."""
     assert "--model is missing" in message("run", QUESTIONS, "--out", tmp_path / "o.parquet", code=2)
     assert "--out is missing" in message("run", QUESTIONS, "--model", "tiny-random", code=2)
-    assert "one of .parquet, .jsonl" in message("run", QUESTIONS, "--model", "tiny-random", "--out", "o.csv", code=2)
+    line = message("run", QUESTIONS, "--model", "tiny-random", "--out", "o.csv", code=2)
+    assert "one of .parquet, .jsonl; a folder ends with /" in line
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
@@ -172,6 +184,9 @@ def test_env() -> None:
         (["--max-memory-percent", 0.5, "--gpu-memory-utilization", 0.9], "--max-memory-percent has no effect"),
         (["--messages-column", "messages", "--chat"], "--chat has no effect"),
         (["--cpu-offload-space", 0.01], "takes what the cache could have"),
+        (["--rows-per-shard", 10], "--rows-per-shard has no effect: --out is one file"),
+        (["--split", "train"], "--split have no effect without --dataset"),
+        (["--error-file", "errors.jsonl"], "--error-file has no effect"),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else None,
 )

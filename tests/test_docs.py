@@ -19,7 +19,14 @@ COMMANDS = get_command(app).commands
 OPTIONS = {
     name for command in COMMANDS.values() for option in command.params for name in option.opts + option.secondary_opts
 }
-LAST_LINES = {"run": "Throughput: ", "size": "fits ", "bench": "profiled ", "quality": "w8a"}
+LAST_LINES = {
+    "run": "Throughput: ",
+    "status": "row ",
+    "verify": "ok: order: ",
+    "size": "fits ",
+    "bench": "profiled ",
+    "quality": "w8a",
+}
 
 
 def commands() -> list[tuple[list[str], int]]:
@@ -60,17 +67,19 @@ def test_readme_names_every_output_column() -> None:
     assert set(RESULT_SCHEMA.names) <= set(re.findall(r"`(\w+)`", table))
 
 
-def test_job_spec_has_every_option() -> None:
-    """Every option of `run` can stand in a job spec, and the other way round."""
-    options = {option.name for option in COMMANDS["run"].params}
-    assert options - {"help"} == set(JobSpec.model_fields)
+@pytest.mark.parametrize(("command", "own"), [("run", set()), ("validate", {"rows"})])
+def test_job_spec_has_every_option(command: str, own: set[str]) -> None:
+    """Every option of a job can stand in a job spec, and the other way round."""
+    options = {option.name for option in COMMANDS[command].params}
+    assert options - {"help"} - own == set(JobSpec.model_fields)
 
 
-def test_defaults_are_the_same_everywhere() -> None:
-    """The command line's defaults are the job spec's."""
-    for option in COMMANDS["run"].params:
+@pytest.mark.parametrize("command", ["run", "validate"])
+def test_defaults_are_the_same_everywhere(command: str) -> None:
+    """The command line's defaults are the job spec's, where its values are no lists or mappings."""
+    for option in COMMANDS[command].params:
         field = JobSpec.model_fields.get(option.name or "")
-        if field is not None and not field.is_required() and option.name != "chat_template_kwargs":
+        if field is not None and not field.is_required() and not isinstance(field.default, list | dict):
             assert option.default == field.default, option.name
 
 

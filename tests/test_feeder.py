@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +16,12 @@ import torch
 
 from cbgen.collector import Collector
 from cbgen.config import ContinuousBatchingConfig
-from cbgen.data.manifest import PartsFolder
+from cbgen.data.files import DiskPatience
+from cbgen.data.manifest import Manifest, PartsFolder, Retry
+from cbgen.data.origins import Origin
+from cbgen.data.published import PublishedResults
 from cbgen.data.readers import Input
+from cbgen.data.rows import KEY_BYTES
 from cbgen.data.writers import PartWriter
 from cbgen.device import free_memory_bytes
 from cbgen.duplicates import Duplicates
@@ -31,15 +36,16 @@ from cbgen.row_window import WindowLimits
 
 CPU = torch.device("cpu")
 FOREVER_S = 1e6
+Shard = tuple[int, int] | None
 
 
 class PipedRows:
     """An InputFile whose lines come through a pipe, when they come."""
 
     def __init__(self, lines: TextIO):
-        self.path = Path(os.devnull)
+        self.origin = Origin("pipe", "pipe", Path(os.devnull), 0, ("pipe",), is_copy=True)
         self.schema = pa.schema([("prompt", pa.string())])
-        self.num_rows = 10**9
+        self.num_rows = 1000  # at most
         self._lines = lines
 
     def records(self, columns: list[str] | None) -> Iterator[tuple[dict[str, Any], str | None]]:
@@ -50,23 +56,27 @@ class PipedRows:
     def tables(self, schema: pa.Schema) -> Iterator[pa.Table]:
         raise NotImplementedError
 
+    def place_of(self, index: int) -> str:
+        return f"pipe, line {index + 1}"
+
 
 class Pipeline:
     """Pipe, feeder, collector and parts, as a job puts them together."""
 
-    def __init__(self, folder: PartsFolder, lines: TextIO, pipe: TextIO, limits: WindowLimits):
+    def __init__(self, folder: PartsFolder, lines: TextIO, pipe: TextIO, limits: WindowLimits, shard: Shard):
         self.pipe = pipe
         prompter = Prompter(
             build_tokenizer(), resolve_source(["prompt"]), SamplingParams(max_tokens=5), datetime.date(2001, 2, 3)
         )
         duplicates = Duplicates(limits.max_duplicates)
         self.folder = folder
-        self.collector = Collector(prompter, PartWriter(folder, 10_000, 3600.0), duplicates)
+        self.collector = Collector(prompter, PartWriter(folder, 10_000, 3600.0, DiskPatience(0.0, print)), duplicates)
         self.feeder = Feeder(
             Input([PipedRows(lines)]),
             ["prompt", *OPTION_COLUMNS],
             prompter,
-            done=set(),
+            published=PublishedResults(folder, 1000, Retry()),
+            shard=shard,
             num_samples=1,
             job_seed=0,
             max_model_len=512,
@@ -90,13 +100,13 @@ class Pipeline:
 
 
 @contextmanager
-def pipeline(tmp_path: Path, **limits: float) -> Iterator[Pipeline]:
+def pipeline(tmp_path: Path, shard: Shard = None, **limits: float) -> Iterator[Pipeline]:
     """One that waits for complete windows for ever, unless told otherwise."""
     folder = PartsFolder(tmp_path / "out.parquet")
-    folder.open({}, "if-possible")
+    folder.open(Manifest({}), "if-possible")
     reading, writing = os.pipe()
     with open(reading, encoding="utf-8") as lines, open(writing, "w", encoding="utf-8") as pipe:
-        made = Pipeline(folder, lines, pipe, WindowLimits(**{"patience_s": FOREVER_S, **limits}))  # type: ignore[arg-type]
+        made = Pipeline(folder, lines, pipe, WindowLimits(**{"patience_s": FOREVER_S, **limits}), shard)  # type: ignore[arg-type]
         try:
             yield made
         finally:
@@ -172,6 +182,56 @@ def test_rows_join_a_request_until_it_has_finished(tmp_path: Path, engine: Engin
         rows = job.written_rows()
         assert len(rows) == len({row["key"] for row in rows}) == 303
         assert len({row["completion"] for row in rows if row["prompt_tokens"] == 4}) == 1
+
+
+def test_stopping_lets_go_at_once(tmp_path: Path) -> None:
+    """Nothing more is handed over, whatever waits in the window or in the pipe, and the source counts as exhausted."""
+    with pipeline(tmp_path) as job:
+        job.write("a", "b")
+        assert job.feeder.wait_for_first()
+        stopping = threading.Timer(0.05, job.feeder.stop)
+        stopping.start()
+        assert job.feeder.take(10, wait=True) == []
+        assert job.feeder.exhausted
+        assert job.feeder.take(10, wait=False) == []
+
+
+def test_shards_share_the_rows_among_them(tmp_path: Path) -> None:
+    """Each row is in one shard, with its place in the whole input and its own key."""
+    prompts = [f"row {number % 50}" for number in range(100)]
+    seen: list[str] = []
+    keys: list[set[bytes]] = []
+    for index in range(3):
+        with pipeline(tmp_path / str(index), shard=(index, 3)) as job:
+            job.write(*prompts)
+            job.pipe.close()
+            taken = job.feeder.take(1000, wait=True)
+            rows = [row for request in taken for row in request.tag.rows]
+            assert job.feeder.is_mine is not None
+            assert sorted(row.index for row in rows) == job.feeder.is_mine.nonzero()[0].tolist()
+            own = bytes(job.feeder.keys)
+            keys.append({own[first : first + KEY_BYTES] for first in range(0, len(own), KEY_BYTES)})
+            assert keys[-1] == {row.key for row in rows}
+            seen += [prompts[row.index] for row in rows]
+    assert all(keys)
+    assert sorted(seen) == sorted(prompts)
+    assert sum(map(len, keys)) == len(set.union(*keys)) == 100
+
+
+def test_rows_that_are_done_are_not_handed_over_again(tmp_path: Path, engine: Engine) -> None:
+    """Those that an earlier run published, failures among them, are counted and passed by."""
+    prompts = ["a", "", "bb", "a"]
+    with pipeline(tmp_path) as job:
+        job.write(*prompts)
+        job.pipe.close()
+        for request in engine.manager.run(job.feeder):
+            job.collector.put(request)
+        assert len(job.written_rows()) == 4
+    with pipeline(tmp_path) as job:
+        job.write(*prompts, "new")
+        job.pipe.close()
+        assert [prompt_of(request) for request in job.feeder.take(10, wait=True)] == ["new"]
+        assert job.feeder.num_already_done == 4
 
 
 def test_closing_in_the_middle(tmp_path: Path) -> None:

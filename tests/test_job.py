@@ -2,6 +2,9 @@
 
 import datetime
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,8 +12,21 @@ import pyarrow.parquet as pq
 import pytest
 from job_harness import SAMPLES, TIMING_COLUMNS, cbgen, read_rows, run_tiny, without_timing, write_jsonl
 
-from cbgen.data.assembly import read_footer
+from cbgen.data.outputs import ParquetOutput
 
+# Dies as by kill -9 when the final rows are there and what records them is not, or the other way round.
+DIE_AT_THE_RECORD = """
+import os, signal, sys
+from cbgen.cli import main
+from cbgen.data import outputs
+publish_sidecar, moment = outputs.publish_sidecar, sys.argv.pop(1)
+def die(*arguments):
+    if moment == "after":
+        publish_sidecar(*arguments)
+    os.kill(os.getpid(), signal.SIGKILL)
+outputs.publish_sidecar = die
+main()
+"""
 OUTPUT_COLUMNS = ["completion", "finish_reason", "error", "prompt_tokens", "completion_tokens", *TIMING_COLUMNS]
 
 
@@ -163,7 +179,7 @@ def test_summary_and_last_line(tmp_path: Path) -> None:
 def test_footer_records_the_job(tmp_path: Path) -> None:
     """The Parquet footer names model, resolved options, template hash, seed and versions."""
     run_tiny(SAMPLES / "chat.jsonl", tmp_path / "out.parquet", "--max-tokens", 2, "--seed", 7)
-    footer = read_footer(tmp_path / "out.parquet")
+    footer = ParquetOutput(tmp_path / "out.parquet").read_footer()
     assert footer is not None
     assert footer["fingerprint"]["model"] == "tiny-random"
     assert footer["fingerprint"]["max_tokens"] == 2
@@ -203,10 +219,54 @@ def test_empty_input(tmp_path: Path) -> None:
 
 
 def test_only_failed_rows(tmp_path: Path) -> None:
-    """When every row fails the exit code is not 0, and no weights are needed to find out."""
+    """When every row fails that is told by an exit code of its own, and no weights are needed to find out."""
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": ""}, {"prompt": None}])
-    rows = run_tiny(source, tmp_path / "out.parquet", code=3)
+    rows = run_tiny(source, tmp_path / "out.parquet", code=5)
     assert [row["finish_reason"] for row in rows] == ["error", "error"]
+    again = cbgen("run", source, "--model", "tiny-random", "--out", tmp_path / "out.parquet")
+    assert again.exit_code == 5
+    assert "is complete: 0 rows ok, 2 failed; --retry failed generates those again" in again.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_an_output_folder(tmp_path: Path, num_samples: int) -> None:
+    """Shards of so many rows hold together what one file does, and a marker tells of the job."""
+    options = ("--max-tokens", 4, "--n", num_samples, "--temperature", 1)
+    run_tiny(SAMPLES / "questions.jsonl", tmp_path / "one.parquet", *options)
+    source, out = SAMPLES / "questions.jsonl", tmp_path / "shards"
+    run_tiny(source, out, *options, "--rows-per-shard", 10)
+    shards = sorted(out.glob("part-*.parquet"))
+    rows = 10 // num_samples * num_samples
+    assert len(shards) == -(-40 * num_samples // rows)
+    assert [pq.read_metadata(path).num_rows for path in shards[:-1]] == [rows] * (len(shards) - 1)
+    one = without_timing(pq.read_table(tmp_path / "one.parquet"))
+    assert without_timing(pq.read_table(shards)).equals(one)
+    assert json.loads((out / "_job.json").read_text(encoding="utf-8"))["rows_ok"] == 40 * num_samples
+    again = cbgen("run", source, "--model", "tiny-random", "--out", out, *options, "--rows-per-shard", 10)
+    assert again.exit_code == 0
+    assert f"is complete: {40 * num_samples} rows ok" in again.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("name", ["shards", "out.jsonl"])
+@pytest.mark.parametrize("retry", [False, True], ids=["first run", "retry"])
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL is POSIX")
+def test_killed_while_the_output_is_recorded(tmp_path: Path, moment: str, name: str, retry: bool) -> None:
+    """The same command finishes the job, also where a finished output is being replaced."""
+    source, out = (
+        write_jsonl(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": ""}, {"prompt": "b"}]),
+        tmp_path / name,
+    )
+    arguments = ["run", source, "--model", "tiny-random", "--out", out, "--max-tokens", 2]
+    if retry:
+        assert cbgen(*arguments).exit_code == 3
+        arguments[-1:] = [4, "--retry", "truncated"]
+    command = [sys.executable, "-c", DIE_AT_THE_RECORD, moment, *map(str, arguments)]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == -signal.SIGKILL
+    again = cbgen(*arguments)
+    assert again.exit_code == 3, again.output
+    assert [row["completion_tokens"] for row in read_rows(out)] == ([4, 0, 4] if retry else [2, 0, 2])
+    assert not (tmp_path / f"{name}.parts").exists()
 
 
 def test_two_jobs_in_one_process_are_alike(tmp_path: Path) -> None:
@@ -240,7 +300,7 @@ def test_an_output_in_the_input_folder_is_not_input(tmp_path: Path) -> None:
 
 def test_a_deeply_nested_value_is_text(tmp_path: Path) -> None:
     """What Parquet's readers cannot take comes out as JSON text, whatever its depth."""
-    for depth in (10, 100, 400):
+    for depth in (10, 100, 190):
         line = '{"prompt": "a", "x": ' + "[" * depth + "1" + "]" * depth + "}\n"
         (tmp_path / "in.jsonl").write_text(line)
         (row,) = run_tiny(tmp_path / "in.jsonl", tmp_path / f"{depth}.parquet", "--max-tokens", 1)

@@ -3,7 +3,6 @@
 import random
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -23,12 +22,6 @@ from job_harness import (
 JOB = ("--model", "tiny-random", "--max-tokens", 24, "--temperature", 0.8)
 # Small batches and small parts, so that a job lives long enough to be stopped with something done and something left.
 SLOWLY = ("--max-requests-per-batch", 4, "--part-rows", 5, "--part-interval", 0.2)
-# A test run in the background of a shell is started with Ctrl-C ignored, and its children inherit that.
-IN_THE_FOREGROUND = (
-    sys.executable,
-    "-c",
-    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
-)
 
 
 def questions(tmp_path: Path, copies: int = 2) -> Path:
@@ -62,21 +55,6 @@ def test_killed_five_times(tmp_path: Path) -> None:
     assert_equals_uninterrupted(tmp_path, source, out)
     assert '"rows_resumed": 0' not in (tmp_path / "s.json").read_text()
     assert not parts.exists()
-
-
-def test_interrupted_from_the_keyboard(tmp_path: Path) -> None:
-    """Ctrl-C publishes what has finished, says how to go on in one line, and exits with 130."""
-    source, out = questions(tmp_path), tmp_path / "out.parquet"
-    parts = tmp_path / "out.parquet.parts"
-    process = start_process("run", source, "--out", out, *JOB, *SLOWLY, under=IN_THE_FOREGROUND)
-    wait_for_parts(process, parts, 1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
-    assert "the same command continues the job" in errors
-    run_tiny(source, out, *JOB[2:])
-    assert_equals_uninterrupted(tmp_path, source, out)
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +143,8 @@ def test_a_row_whose_own_max_tokens_changes_is_generated_again(tmp_path: Path) -
     assert [(row["max_tokens"], row["completion_tokens"]) for row in read_rows(out)] == [(9, 9), (2, 2), (5, 5)]
 
 
-def test_failed_rows_are_tried_again(tmp_path: Path) -> None:
-    """A row that failed for want of cache is generated when an unfinished job goes on with more of it."""
+def test_failed_rows_are_tried_again_when_asked(tmp_path: Path) -> None:
+    """A row that failed for want of cache stays failed, until --retry generates it with more of it."""
     # So many rows that the job is far from its end at the twelfth part, however fast rows fail.
     source, out = questions(tmp_path, copies=8), tmp_path / "out.parquet"
     # 64 tokens: some questions fit, some do not; by arrival they take turns.
@@ -176,9 +154,11 @@ def test_failed_rows_are_tried_again(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     errors = [pq.read_table(part)["error"] for part in (tmp_path / "out.parquet.parts").glob("part-*")]
-    assert 0 < sum(len(column) - column.null_count for column in errors) < sum(map(len, errors))
-    rows = run_tiny(source, out, *JOB[2:])
-    assert all(row["error"] is None for row in rows)
+    num_failed = sum(len(column) - column.null_count for column in errors)
+    assert 0 < num_failed < sum(map(len, errors))
+    rows = run_tiny(source, out, *JOB[2:], code=3)
+    assert sum(row["error"] is not None for row in rows) == num_failed
+    run_tiny(source, out, *JOB[2:], "--retry", "failed")
     assert_equals_uninterrupted(tmp_path, source, out)
 
 
@@ -246,7 +226,7 @@ def test_a_lost_part_is_generated_again(tmp_path: Path, stopped_job: tuple[Path,
 
 def test_two_runs_on_one_output(tmp_path: Path) -> None:
     """The second is refused while the first is at work, and does it no harm."""
-    source, out = questions(tmp_path), tmp_path / "out.parquet"
+    source, out = questions(tmp_path, copies=10), tmp_path / "out.parquet"
     process = start_process("run", source, "--out", out, *JOB, *SLOWLY)
     wait_for_parts(process, tmp_path / "out.parquet.parts", 1)
     refused = cbgen("run", source, "--out", out, *JOB)
@@ -254,4 +234,4 @@ def test_two_runs_on_one_output(tmp_path: Path) -> None:
     assert "another run is writing this output" in refused.output
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors
-    assert pq.read_metadata(out).num_rows == 80
+    assert pq.read_metadata(out).num_rows == 400

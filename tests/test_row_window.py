@@ -111,3 +111,33 @@ def test_a_failure_is_raised_by_whoever_comes_next() -> None:
     for call in (lambda: rows.take(1, wait=False), lambda: rows.take(1, wait=True), rows.wait_for_first):
         with pytest.raises(OSError, match="gone"):
             call()
+
+
+def test_stopping_ends_it_for_everyone() -> None:
+    """Who waits for requests, for room or for the first one is let go, and nothing that was gathered is handed over."""
+    waits = {
+        "take": (window(), lambda rows: rows.take(1, wait=True), []),
+        "first": (window(), lambda rows: rows.wait_for_first(), False),
+        "room": (window(max_requests=1), lambda rows: rows.wait_for_room(), False),
+    }
+    for name, (rows, wait, expected) in waits.items():
+        if name != "first":
+            rows.add(requests(1))
+        answers: list[object] = []
+        waiter = threading.Thread(target=lambda wait=wait, rows=rows, answers=answers: answers.append(wait(rows)))
+        waiter.start()
+        rows.stop()
+        waiter.join(60)
+        assert answers == [expected], name
+        assert rows.exhausted
+        assert rows.take(1, wait=True) == rows.take(1, wait=False) == []
+
+
+def test_what_fails_after_stopping_is_not_raised() -> None:
+    """The run ends for the reason that it was stopped for."""
+    rows = window()
+    rows.stop()
+    rows.end(OSError("gone"))
+    assert rows.take(1, wait=True) == []
+    assert not rows.wait_for_first()
+    assert rows.exhausted

@@ -1,37 +1,38 @@
 """From parts to the final file: every row, in input order, beside its own columns, of types that never change."""
 
-import hashlib
-import json
-import random
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from parts_harness import (
+    FOOTER,
+    NOON,
+    failed,
+    file_rows,
+    key,
+    keys,
+    ok,
+    parquet_input,
+    publish_parts,
+    publish_shuffled,
+    write_output,
+)
 
 import cbgen.data.assembly
-from cbgen.data.assembly import Results, assemble, read_footer, sidecar_path
-from cbgen.data.manifest import PartsFolder
+from cbgen.data.assembly import Results
+from cbgen.data.manifest import Manifest, PartsFolder
 from cbgen.data.readers import Input, open_input
-from cbgen.data.rows import KEY_BYTES, RESULT_SCHEMA, OutputLayout, OutputRow
-from cbgen.data.writers import PartWriter
-from cbgen.errors import InputError, OutputError
+from cbgen.data.rows import RESULT_SCHEMA, OutputLayout, OutputRow
+from cbgen.errors import OutputError
 
-FOOTER = {
-    "fingerprint": {"model": "smollm2", "system_prompt": "« é »"},
-    "input": [],
-    "columns": [],
-    "rows_ok": 3,
-    "rows_failed": 0,
-}
-NOON = datetime(2024, 2, 29, 12, tzinfo=timezone.utc)
 # Writes a JSONL file from a Parquet one where pandas, which cbgen does not depend on, is not installed.
 WITHOUT_PANDAS = """
 import pathlib, sys
@@ -40,13 +41,17 @@ class Absent:
         if name == "pandas":
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
-from cbgen.data.assembly import Results, assemble
+from cbgen.data.assembly import Results
+from cbgen.data.files import DiskPatience
 from cbgen.data.manifest import PartsFolder
+from cbgen.data.outputs import open_output
 from cbgen.data.readers import open_input
 from cbgen.data.rows import OutputLayout
+from cbgen.data.selection import Selection
 output = pathlib.Path(sys.argv[1])
 results = Results(PartsFolder(output), bytes.fromhex(sys.argv[3]), 1)
-assemble(output, open_input([sys.argv[2]]), results, OutputLayout(), {})
+selection = Selection(open_input([sys.argv[2]]))
+open_output(output, False, 100).write(selection, results, OutputLayout(), {}, DiskPatience(0.0, print))
 """
 
 
@@ -54,90 +59,110 @@ assemble(output, open_input([sys.argv[2]]), results, OutputLayout(), {})
 def folder(tmp_path: Path) -> Iterator[PartsFolder]:
     """The parts folder of a job; outputs of any name may be assembled from it."""
     folder = PartsFolder(tmp_path / "out.parquet")
-    folder.open({}, "if-possible")
+    folder.open(Manifest({}), "if-possible")
     yield folder
     folder.close()
 
 
-def key(index: int) -> bytes:
-    """As in a job, keys are not in the order of the rows."""
-    return hashlib.blake2b(str(index).encode(), digest_size=KEY_BYTES).digest()
+def written(folder: PartsFolder, source: Input, name: str = "out.parquet", **layout: Any) -> Path:
+    """The path of the final output."""
+    return write_output(folder, source, name, **layout).path
 
 
-def keys(count: int) -> bytes:
-    return b"".join(map(key, range(count)))
-
-
-def ok(index: int, sample_index: int = 0, text: str | None = None) -> OutputRow:
-    text = f"{index}.{sample_index}" if text is None else text
-    times = [0.5, 0.25, 1.0, 0.75, None]
-    return OutputRow(key(index), index, sample_index, text, "stop", None, 3, 2, [7, index], *times, NOON, NOON)
-
-
-def failed(index: int, sample_index: int = 0) -> OutputRow:
-    """A row that was never a request: everything that may be null is null."""
-    return OutputRow(key(index), index, sample_index, None, "error", "too long", 0, 0, [], *[None] * 7)
-
-
-def publish_parts(folder: PartsFolder, *parts: list[OutputRow]) -> None:
-    writer = PartWriter(folder, 1_000_000, 3600.0)
-    for rows in parts:
-        writer.add(rows)
-        writer.flush()
-
-
-def publish_shuffled(folder: PartsFolder, count: int, num_samples: int = 1) -> None:
-    """Results of all rows, scattered over three parts."""
-    rows = [ok(index, sample) for index in range(count) for sample in range(num_samples)]
-    random.Random(0).shuffle(rows)
-    publish_parts(folder, *(rows[first::3] for first in range(3)))
-
-
-def parquet_input(folder: Path, columns: Any, **options: Any) -> Input:
-    pq.write_table(columns if isinstance(columns, pa.Table) else pa.table(columns), folder / "in.parquet", **options)
-    return open_input([str(folder / "in.parquet")])
-
-
-def run(folder: PartsFolder, source: Input, name: str = "out.parquet", **layout: Any) -> Path:
-    """Assembles the final file and returns its path."""
-    output = folder.path.parent / name
-    choice = OutputLayout(**layout)
-    assemble(output, source, Results(folder, keys(source.num_rows), choice.num_samples), choice, FOOTER)
-    return output
-
-
-def read_rows(output: Path) -> list[dict[str, Any]]:
-    if output.suffix == ".jsonl":
-        return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    return pq.read_table(output).to_pylist()
-
-
-@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "out"])
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_rows_come_in_input_order_with_their_own_result(folder: PartsFolder, name: str, num_samples: int) -> None:
     """However results are spread over parts, each input row is followed by its samples, in order."""
     publish_shuffled(folder, 50, num_samples)
     source = parquet_input(folder.path.parent, {"x": list(range(50))})
-    rows = read_rows(run(folder, source, name, num_samples=num_samples))
+    rows = file_rows(written(folder, source, name, num_samples=num_samples))
     expected = [(index, f"{index}.{sample}") for index in range(50) for sample in range(num_samples)]
     assert [(row["x"], row["completion"]) for row in rows] == expected
     assert [row.get("sample_index", 0) for row in rows] == [*range(num_samples)] * 50
     assert ("sample_index" in rows[0]) == (num_samples > 1)
 
 
-@pytest.mark.parametrize("rows_per_pass", [100, 1024, 1500])
-@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
+def passes_of(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    """Whatever rows take, a pass gathers about so many."""
+    monkeypatch.setattr(cbgen.data.assembly, "LEAST_PASS_ROWS", num_rows)
+    monkeypatch.setattr(cbgen.data.assembly, "PASS_BYTES", 1)
+
+
+@pytest.mark.parametrize("rows_per_pass", [1, 100, 1024, 1500])
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "out"])
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_many_rows_are_assembled_in_several_passes(
     folder: PartsFolder, monkeypatch: pytest.MonkeyPatch, rows_per_pass: int, name: str, num_samples: int
 ) -> None:
     """Rows are the same whatever the size of a pass and wherever batches and row groups of the input end."""
-    monkeypatch.setattr(cbgen.data.assembly, "ASSEMBLY_ROWS", rows_per_pass)
-    publish_shuffled(folder, 2600, num_samples)
-    source = parquet_input(folder.path.parent, {"x": list(range(2600))}, row_group_size=900)
-    rows = read_rows(run(folder, source, name, num_samples=num_samples))
-    expected = [(index, f"{index}.{sample}") for index in range(2600) for sample in range(num_samples)]
+    count = 60 if rows_per_pass == 1 else 2600
+    passes_of(monkeypatch, rows_per_pass)
+    publish_shuffled(folder, count, num_samples)
+    source = parquet_input(folder.path.parent, {"x": list(range(count))}, row_group_size=900)
+    rows = file_rows(written(folder, source, name, rows_per_shard=700, num_samples=num_samples))
+    expected = [(index, f"{index}.{sample}") for index in range(count) for sample in range(num_samples)]
     assert [(row["x"], row["completion"]) for row in rows] == expected
+
+
+def test_a_pass_gathers_whole_rows(folder: PartsFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables are in order and as large as a pass, each row with all its samples; results of other rows are not
+    among them."""
+    passes_of(monkeypatch, 30)
+    publish_shuffled(folder, 25, 3)
+    publish_parts(folder, [ok(99), ok(98, 2)], [ok(3, 1, text="newest")])
+    results = Results(folder, keys(25), 3)
+    tables = list(results.tables())
+    assert [table.num_rows for table in tables] == [30, 30, 15]
+    texts = [text for table in tables for text in table["completion"].to_pylist()]
+    expected = [f"{index}.{sample}" for index in range(25) for sample in range(3)]
+    expected[3 * 3 + 1] = "newest"
+    assert texts == expected
+    assert (results.num_foreign, results.num_missing, results.num_failed) == (2, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "is_common",
+    [
+        False,
+        True,
+    ],
+    ids=["texts of their own", "one text for all"],
+)
+def test_a_pass_is_bounded_by_the_bytes_of_its_results(
+    folder: PartsFolder, monkeypatch: pytest.MonkeyPatch, is_common: bool
+) -> None:
+    """Rows that are long make fewer of them, also where a part holds a repeated text once."""
+    monkeypatch.setattr(cbgen.data.assembly, "LEAST_PASS_ROWS", 1)
+    monkeypatch.setattr(cbgen.data.assembly, "PASS_BYTES", 1 << 20)
+    texts = [("" if is_common else f"{index:05}") + "x" * 50_000 for index in range(300)]
+    publish_parts(folder, [ok(index, text=text) for index, text in enumerate(texts)])
+    tables = list(Results(folder, keys(300), 1).tables())
+    assert sum(table.num_rows for table in tables) == 300
+    assert max(table.nbytes for table in tables) <= 2 << 20
+
+
+def test_keys_are_told_in_hex(folder: PartsFolder) -> None:
+    """Of so many rows, from any one on."""
+    results = Results(folder, keys(5), 1)
+    assert results.hex_keys(1, 3) == [key(index).hex() for index in (1, 2, 3)]
+    assert results.hex_keys(5, 0) == []
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "out"])
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_the_output_of_a_shard(folder: PartsFolder, name: str, num_samples: int) -> None:
+    """Its own rows in input order, each with its place in the whole input and its key, by which shards are merged."""
+    is_mine = np.arange(2600) % 3 == 1
+    mine = np.flatnonzero(is_mine).tolist()
+    rows = [ok(index, sample) for index in mine for sample in range(num_samples)]
+    publish_parts(folder, rows[::2], rows[1::2])
+    source = parquet_input(folder.path.parent, {"x": list(range(2600))}, row_group_size=900)
+    options = {"is_mine": is_mine, "is_shard": True, "num_samples": num_samples, "prefix": "new_"}
+    told = file_rows(written(folder, source, name, **options))
+    expected = [(index, key(index).hex(), f"{index}.{n}") for index in mine for n in range(num_samples)]
+    assert [(row["new_row_index"], row["new_row_key"], row["new_completion"]) for row in told] == expected
+    assert [row["x"] for row in told] == [row["new_row_index"] for row in told]
+    assert list(told[0]) == ["x", *OutputLayout(num_samples, prefix="new_", is_shard=True).names]
 
 
 def test_a_newer_part_wins(folder: PartsFolder) -> None:
@@ -145,7 +170,7 @@ def test_a_newer_part_wins(folder: PartsFolder) -> None:
     publish_parts(folder, [failed(0), ok(1, text="old")], [ok(0, text="retried")], [ok(1, text="new")])
     source = parquet_input(folder.path.parent, {"x": [0, 1]})
     assert Results(folder, keys(2), 1).num_failed == 0
-    assert [row["completion"] for row in read_rows(run(folder, source))] == ["retried", "new"]
+    assert [row["completion"] for row in file_rows(written(folder, source))] == ["retried", "new"]
 
 
 def test_a_success_beats_a_newer_failure(folder: PartsFolder) -> None:
@@ -153,16 +178,16 @@ def test_a_success_beats_a_newer_failure(folder: PartsFolder) -> None:
     publish_parts(folder, [ok(0, text="generated")], [failed(0)])
     source = parquet_input(folder.path.parent, {"x": [0]})
     assert Results(folder, keys(1), 1).num_failed == 0
-    assert [row["completion"] for row in read_rows(run(folder, source))] == ["generated"]
+    assert [row["completion"] for row in file_rows(written(folder, source))] == ["generated"]
 
 
 def test_results_that_the_input_does_not_ask_for_are_ignored(folder: PartsFolder) -> None:
     """Keys of rows that are gone and samples beyond n are passed over; they are neither missing nor failed."""
     publish_parts(folder, [ok(0), failed(0, 1), failed(8), ok(1)], [failed(9)])
     results = Results(folder, keys(2), 1)
-    assert (results.num_missing, results.num_failed) == (0, 0)
+    assert (results.num_missing, results.num_failed, results.num_foreign) == (0, 0, 3)
     source = parquet_input(folder.path.parent, {"x": [0, 1]})
-    assert [row["completion"] for row in read_rows(run(folder, source))] == ["0.0", "1.0"]
+    assert [row["completion"] for row in file_rows(written(folder, source))] == ["0.0", "1.0"]
 
 
 def test_missing_and_failed_results_are_counted(folder: PartsFolder) -> None:
@@ -173,6 +198,7 @@ def test_missing_and_failed_results_are_counted(folder: PartsFolder) -> None:
     results = Results(folder, keys(3), 2)
     assert results.num_missing == 3
     assert results.num_failed == 2
+    assert results.num_foreign == 0
     assert Results(folder, b"", 2).num_missing == 0
 
 
@@ -181,24 +207,14 @@ def test_output_types_do_not_depend_on_the_values(folder: PartsFolder, make: Cal
     """Result columns follow the input's, of the fixed types also when all that may be null is null."""
     publish_parts(folder, [make(0), make(1)])
     columns = pa.table({"x": [1, 2]}).replace_schema_metadata({"owner": "somebody"})
-    output = run(folder, parquet_input(folder.path.parent, columns), with_token_ids=True)
+    output = written(folder, parquet_input(folder.path.parent, columns), with_token_ids=True)
     schema = pq.read_schema(output)
     expected = [field for field in RESULT_SCHEMA if field.name != "sample_index"]
     assert schema.names == ["x", *(field.name for field in expected)]
     assert [field.type for field in schema][1:] == [field.type for field in expected]
     assert schema.metadata[b"owner"] == b"somebody"
     wanted = [{name: getattr(make(index), name) for name in schema.names[1:]} for index in range(2)]
-    assert [{name: row[name] for name in schema.names[1:]} for row in read_rows(output)] == wanted
-
-
-@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
-def test_the_job_is_recorded_with_the_output(folder: PartsFolder, name: str) -> None:
-    """In the Parquet footer, or in a file beside the JSONL output, and read back as it was; no other file is left."""
-    publish_shuffled(folder, 3)
-    output = run(folder, parquet_input(folder.path.parent, {"x": [0, 1, 2]}), name)
-    assert read_footer(output) == FOOTER
-    expected = {"in.parquet", folder.path.name, name} | ({sidecar_path(output).name} if name == "out.jsonl" else set())
-    assert {path.name for path in output.parent.iterdir()} == expected
+    assert [{name: row[name] for name in schema.names[1:]} for row in file_rows(output)] == wanted
 
 
 def test_jsonl_keeps_each_line_and_adds_the_result(folder: PartsFolder) -> None:
@@ -206,8 +222,8 @@ def test_jsonl_keeps_each_line_and_adds_the_result(folder: PartsFolder) -> None:
     lines = ['{"x": [1, "a"], "big": 1%s}' % ("0" * 30), '{"x', '{"x": {}, "é": "\\ud83d\\u0000"}']
     (folder.path.parent / "in.jsonl").write_text("\n".join(lines), encoding="utf-8")
     publish_parts(folder, [ok(0), failed(1), ok(2)])
-    output = run(folder, open_input([str(folder.path.parent / "in.jsonl")]), "out.jsonl")
-    rows = read_rows(output)
+    output = written(folder, open_input([str(folder.path.parent / "in.jsonl")]), "out.jsonl")
+    rows = file_rows(output)
     result = [name for name in RESULT_SCHEMA.names if name not in ("sample_index", "completion_ids")]
     assert [list(row) for row in rows] == [["x", "big", *result], result, ["x", "é", *result]]
     assert rows[0]["x"] == [1, "a"] and rows[0]["big"] == 10**30
@@ -221,9 +237,10 @@ def test_a_prefix_keeps_an_input_column_of_an_output_name(folder: PartsFolder) -
     columns = pa.table({"completion": ["a", "b"], "error": [1, 2]}).replace_schema_metadata({"cbgen": "{}"})
     source = parquet_input(folder.path.parent, columns)
     for name in ("out.parquet", "out.jsonl"):
-        output = run(folder, source, name, prefix="v2_", num_samples=2)
-        assert read_footer(output) == FOOTER
-        rows = read_rows(output)
+        output = write_output(folder, source, name, prefix="v2_", num_samples=2)
+        footer = output.read_footer()
+        assert footer is not None and FOOTER.items() <= footer.items()
+        rows = file_rows(output.path)
         assert [(row["completion"], row["error"]) for row in rows] == [("a", 1), ("a", 1), ("b", 2), ("b", 2)]
         assert [row["v2_completion"] for row in rows] == ["0.0", "0.1", "1.0", "1.1"]
         assert list(rows[0])[2:] == OutputLayout(num_samples=2, prefix="v2_").names
@@ -250,7 +267,7 @@ def test_input_columns_pass_through_unchanged(folder: PartsFolder, column: pa.Ar
     pq.write_table(pa.table({"id": [0, 1, 2], "x": column}), folder.path.parent / "a.parquet", row_group_size=2)
     pq.write_table(pa.table({"id": [3]}), folder.path.parent / "b.parquet")
     source = open_input([str(folder.path.parent / name) for name in ("a.parquet", "b.parquet")])
-    table = pq.read_table(run(folder, source, num_samples=num_samples))
+    table = pq.read_table(written(folder, source, num_samples=num_samples))
     assert table.schema.field("x").type == column.type
     values = [*column.to_pylist(), None]
     assert table["x"].to_pylist() == [value for value in values for _ in range(num_samples)]
@@ -270,14 +287,14 @@ def test_values_that_json_does_not_know_become_text(folder: PartsFolder, column:
     """A Parquet input can be written as JSONL: its values as JSON or as readable text."""
     publish_shuffled(folder, 1)
     source = parquet_input(folder.path.parent, {"x": column})
-    assert read_rows(run(folder, source, "out.jsonl"))[0]["x"] == expected
+    assert file_rows(written(folder, source, "out.jsonl"))[0]["x"] == expected
 
 
 def test_a_time_beyond_the_calendar_does_not_stop_jsonl(folder: PartsFolder) -> None:
     """Arrow holds moments of the year 36,000; the row is written all the same."""
     publish_shuffled(folder, 2)
     source = parquet_input(folder.path.parent, {"x": pa.array([2**60, 0], pa.timestamp("us"))})
-    rows = read_rows(run(folder, source, "out.jsonl"))
+    rows = file_rows(written(folder, source, "out.jsonl"))
     assert [row["completion"] for row in rows] == ["0.0", "1.0"]
 
 
@@ -297,64 +314,20 @@ def test_nanoseconds_do_not_stop_jsonl_where_pandas_is_absent(folder: PartsFolde
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert read_rows(output)[0]["x"] == "2024-02-29T12:00:00.000000001"
+    assert file_rows(output)[0]["x"] == "2024-02-29T12:00:00.000000001"
 
 
-@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
-def test_an_input_without_rows_gives_an_output_without_rows(folder: PartsFolder, name: str) -> None:
-    """It is a finished file of the right columns."""
-    output = run(folder, parquet_input(folder.path.parent, {"x": pa.array([], pa.string())}), name)
-    assert read_rows(output) == []
-    assert read_footer(output) == FOOTER
-
-
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-10])
-
-
-NOT_FINISHED: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "missing": ("out.parquet", Path.unlink),
-    "torn": ("out.parquet", _truncate),
-    "empty": ("out.parquet", lambda path: path.write_bytes(b"")),
-    "foreign text": ("out.parquet", lambda path: path.write_text("not Parquet at all")),
-    "foreign Parquet": ("out.parquet", lambda path: pq.write_table(pa.table({"x": [1]}), path)),
-    "folder": ("out.parquet", lambda path: (path.unlink(), path.mkdir())),
-    "missing lines": ("out.jsonl", Path.unlink),
-    "torn lines": ("out.jsonl", _truncate),
-    "foreign lines": ("out.jsonl", lambda path: path.write_text('{"x": 1}\n')),
-    "no sidecar": ("out.jsonl", lambda path: sidecar_path(path).unlink()),
-    "torn sidecar": ("out.jsonl", lambda path: _truncate(sidecar_path(path))),
-    "foreign sidecar": ("out.jsonl", lambda path: sidecar_path(path).write_bytes(b"\xff")),
-}
-
-
-@pytest.mark.parametrize(("name", "spoil"), NOT_FINISHED.values(), ids=NOT_FINISHED)
-def test_a_file_that_cbgen_did_not_finish_has_no_footer(
-    folder: PartsFolder, name: str, spoil: Callable[[Path], object]
-) -> None:
-    """What is missing, torn or foreign is not taken as done, even where a finished output was before."""
-    publish_shuffled(folder, 3)
-    output = run(folder, parquet_input(folder.path.parent, {"x": [0, 1, 2]}), name)
-    spoil(output)
-    assert read_footer(output) is None
-
-
-def test_an_input_changed_before_assembly_publishes_nothing(folder: PartsFolder) -> None:
-    """The parts' keys are those of the input that was read; another input is not put beside them."""
-    publish_shuffled(folder, 2)
-    source = parquet_input(folder.path.parent, {"x": [0, 1]})
-    parquet_input(folder.path.parent, {"x": [0, 1, 2]})
-    for name in ("out.parquet", "out.jsonl"):
-        with pytest.raises(InputError, match=r"in\.parquet"):
-            run(folder, source, name)
-    assert {path.name for path in folder.path.parent.iterdir()} == {"in.parquet", folder.path.name}
-
-
-def test_an_output_that_lacks_rows_is_not_published(folder: PartsFolder) -> None:
-    """The file is counted before it gets its name, and the message says how many rows were written of how many."""
-    publish_shuffled(folder, 2)
-    source = parquet_input(folder.path.parent, {"x": [0, 1, 2]})
-    output = folder.path.with_name("out.jsonl")
-    with pytest.raises(OutputError, match="2 rows were written of 3"):
-        assemble(output, source, Results(folder, keys(2), 1), OutputLayout(), FOOTER)
-    assert {path.name for path in output.parent.iterdir()} == {"in.parquet", folder.path.name}
+def test_a_damaged_result_ends_in_one_line(folder: PartsFolder) -> None:
+    """A part whose texts were damaged on the disk is told as such; nothing of it reaches the output."""
+    rows = [ok(index, text=f"{index:05}" * 20) for index in range(200)]
+    publish_parts(folder, rows)
+    path = folder.part_path(0)
+    content, metadata = bytearray(path.read_bytes()), pq.read_metadata(path)
+    columns = [metadata.row_group(0).column(place) for place in range(metadata.num_columns)]
+    column = next(column for column in columns if column.path_in_schema == "completion")
+    content[column.data_page_offset + column.total_compressed_size // 2] ^= 1
+    path.write_bytes(content)
+    source = parquet_input(folder.path.parent, {"x": range(200)})
+    with pytest.raises(OutputError, match=r"part-00000000\.parquet"):
+        written(folder, source)
+    assert not (folder.path.parent / "out.parquet").exists()

@@ -1,0 +1,78 @@
+"""Which shard of how many a job is: as told, or as a Slurm job array numbers its tasks."""
+
+import pytest
+
+from cbgen.errors import UsageError
+from cbgen.job_files import resolve_shard
+
+
+def slurm(**values: object) -> dict[str, str]:
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()} | {"SLURM_JOB_ID": "17"}
+
+
+@pytest.mark.parametrize(("index", "count"), [(0, 2), (1, 2), (36, 37)])
+def test_as_given(index: int, count: int) -> None:
+    """The options, whatever the environment says."""
+    assert resolve_shard(index, count, {}) == (index, count)
+    assert resolve_shard(index, count, slurm(ID=5, COUNT=9, MIN=0, STEP=1)) == (index, count)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"ID": 0, "COUNT": 4, "MIN": 0, "STEP": 1}, (0, 4)),
+        ({"ID": 3, "COUNT": 4, "MIN": 0, "STEP": 1}, (3, 4)),
+        ({"ID": 1, "COUNT": 4, "MIN": 1, "STEP": 1}, (0, 4)),
+        ({"ID": 4, "COUNT": 4, "MIN": 1, "STEP": 1}, (3, 4)),
+        ({"ID": 10, "COUNT": 4, "MIN": 4, "STEP": 2}, (3, 4)),
+        ({"ID": 2, "COUNT": 4}, (2, 4)),
+    ],
+)
+def test_as_slurm_numbers_its_tasks(values: dict[str, int], expected: tuple[int, int]) -> None:
+    """--array=0-3, 1-4, or 4-10:2: shards are numbered from 0 all the same."""
+    assert resolve_shard(None, None, slurm(**values)) == expected
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, slurm(), slurm(ID=3), slurm(COUNT=3), slurm(ID="", COUNT=3), slurm(ID="x", COUNT=3), slurm(ID=0, COUNT=1)],
+)
+def test_a_job_of_one(environment: dict[str, str]) -> None:
+    """Outside of an array, in a Slurm job without one, and in an array of one task there are no shards."""
+    assert resolve_shard(None, None, environment) is None
+
+
+def test_one_shard_is_none() -> None:
+    """The output of one of one is that of the job."""
+    assert resolve_shard(0, 1, {}) is None
+
+
+def test_one_shard_alone_takes_all_rows() -> None:
+    """Also inside of an array, whose tasks are then jobs of their own."""
+    assert resolve_shard(None, 1, slurm(ID=2, COUNT=4)) is None
+
+
+@pytest.mark.parametrize(("index", "count"), [(1, None), (None, 3)])
+def test_half_a_shard_is_refused(index: int | None, count: int | None) -> None:
+    """Also inside of an array: one would not know whose number it is."""
+    for environment in ({}, slurm(ID=0, COUNT=4)):
+        with pytest.raises(UsageError, match="--shard-index and --shard-count go together"):
+            resolve_shard(index, count, environment)
+
+
+@pytest.mark.parametrize(
+    ("index", "count", "environment"),
+    [
+        (3, 3, {}),
+        # --array=1,5,9: the tasks are not evenly numbered, and two could not be told apart.
+        (None, None, slurm(ID=9, COUNT=3, MIN=1, STEP=1)),
+        (None, None, slurm(ID=0, COUNT=3, MIN=1, STEP=1)),
+    ],
+)
+def test_a_shard_that_there_is_not_is_refused(
+    index: int | None, count: int | None, environment: dict[str, str]
+) -> None:
+    """With the numbers that there are."""
+    with pytest.raises(UsageError, match="shards are 0 to") as caught:
+        resolve_shard(index, count, environment)
+    assert "\n" not in str(caught.value)
