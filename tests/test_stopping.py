@@ -204,7 +204,25 @@ def test_how_long_may_be_written(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "0s", "soon", "-5", "h", "7h30", "1h 30m", "1:2:3", "1:2", "5w", "1e3", "nan", "inf", "1-2", "1:00:00:00"]
+    "text",
+    [
+        "",
+        "0",
+        "0s",
+        "soon",
+        "-5",
+        "h",
+        "7h30",
+        "1h 30m",
+        "1:2:3",
+        "1:2",
+        "5w",
+        "1e3",
+        "nan",
+        "inf",
+        "1-2",
+        "1:00:00:00",
+    ],
 )
 def test_what_is_no_duration_is_refused(text: str) -> None:
     """In one line that names the option, the text and what is expected."""
