@@ -73,15 +73,16 @@ class JobRun:
         job, spec = self._job, self._job.spec
         for warning in warnings_about(job):
             self._print(f"warning: {warning}")
-        found = look_at_output(job, self._folder)
-        if found.complete is not None and not self._folder.path.exists():
-            return self._already_complete(found.complete)
+        if not self._folder.path.exists():  # then no run is at work that could change the output meanwhile
+            found = look_at_output(job, self._folder)
+            if found.complete is not None:
+                return self._already_complete(found.complete)
         job.refuse_repeated_ids()
         for path in (*job.output.new_files, spec.summary_path or job.output.path):
             check_writable(path.parent)
         try:
             self._folder.lock()
-            found = look_at_output(job, self._folder)  # again, now that no other run can change it
+            found = look_at_output(job, self._folder)
             if found.complete is not None:
                 return self._already_complete(found.complete)
             if found.reopened is not None and found.has_leftovers:

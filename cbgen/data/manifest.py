@@ -138,7 +138,7 @@ class PartsFolder:
         self.lock()
         self._delete_leftovers()
         if resume == "never":
-            self._clear()
+            self.discard()
         known = self.read_manifest()
         if known is None:
             self._refuse_unless_new(resume, has_base=mine.base == "pending")
@@ -180,7 +180,9 @@ class PartsFolder:
                 raise OutputError(f"{self.path / 'lock'}: cannot be locked: {error.strerror}; {ADVICE}") from error
 
     def close(self) -> None:
-        """Lets another run have the folder."""
+        """Lets another run have the folder. One in which nothing was begun does not stay."""
+        if self._lock.is_locked and not self.is_begun and not any(self.path.glob("part-*")):
+            shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
 
     def remove(self) -> None:
@@ -188,7 +190,7 @@ class PartsFolder:
 
         The lock is held until then: who waits for it finds the output finished.
         """
-        self._clear()
+        self.discard()
         shutil.rmtree(self.path, ignore_errors=True)  # an empty folder that stays behind does no harm
         self.close()
 
@@ -248,7 +250,8 @@ class PartsFolder:
 
     def discard(self) -> None:
         """Deletes what jobs have published here, and nothing else."""
-        self._clear()
+        self.discard_parts()
+        delete(self.path / MANIFEST_NAME)
 
     def discard_parts(self) -> None:
         """Deletes every part, published or set aside, and leaves the manifest."""
@@ -263,11 +266,6 @@ class PartsFolder:
 
     def _part_paths(self) -> list[Path]:
         return list(self.path.glob(f"part-{'[0-9]' * 8}.parquet"))
-
-    def _clear(self) -> None:
-        """Deletes what jobs have published here, and nothing else."""
-        self.discard_parts()
-        delete(self.path / MANIFEST_NAME)
 
     def _delete_leftovers(self) -> None:
         """Deletes the unfinished files of a run that was killed while it wrote them."""
