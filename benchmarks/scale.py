@@ -4,7 +4,7 @@ python benchmarks/scale.py [--rows 5000000] [--folder DIR] [--json]
 
 The forward pass alone is replaced by a constant; all else is the real job on the tiny model, one token for each row.
 The first run is stopped with SIGTERM when half of the rows are published; the second one resumes and finishes. Prints
-rows/s of each stage, and the peak memory of each run beside that of a job of 50,000 rows, which fills every buffer.
+rows/s of each stage, and the peak memory of each run beside that of one of 300,000, which fills every buffer.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from cbgen.jobspec import build_spec
 from cbgen.stopping import Stopped
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu")
-BASE_ROWS = 50_000
+BASE_ROWS = 300_000
 POLL_S = 0.5
 MIB = 1 << 20
 VOCABULARY, ALWAYS = 320, 65

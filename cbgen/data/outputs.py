@@ -19,7 +19,7 @@ from cbgen.data.files import DiskPatience, check_writable, delete, publish, publ
 from cbgen.data.manifest import PartsFolder
 from cbgen.data.rows import OutputLayout, OutputRow
 from cbgen.data.selection import Selection
-from cbgen.errors import OutputError, ResumeRefusedError
+from cbgen.errors import OutputError, ResumeRefusedError, first_line
 
 FOOTER_KEY = b"cbgen"
 FOOTER_KEYS = {"job_id", "fingerprint", "input", "columns", "rows_ok", "rows_failed"}
@@ -258,15 +258,21 @@ def write_parquet(path: Path, schema: pa.Schema, tables: Iterator[pa.Table]) -> 
     """Tables of any sizes as row groups of sane ones, with a checksum of every page."""
     pending: list[pa.Table] = []
     num_rows = num_bytes = 0
-    with pq.ParquetWriter(path, schema, write_page_checksum=True) as writer:
-        for table in tables:
-            pending.append(table)
-            num_rows, num_bytes = num_rows + table.num_rows, num_bytes + table.nbytes
-            if num_rows >= ROW_GROUP_ROWS or num_bytes >= ROW_GROUP_BYTES:
+    try:
+        with pq.ParquetWriter(path, schema, write_page_checksum=True) as writer:
+            for table in tables:
+                pending.append(table)
+                num_rows, num_bytes = num_rows + table.num_rows, num_bytes + table.nbytes
+                if num_rows >= ROW_GROUP_ROWS or num_bytes >= ROW_GROUP_BYTES:
+                    writer.write_table(_joined(pending, schema), row_group_size=ROW_GROUP_ROWS)
+                    num_rows = num_bytes = 0
+            if pending:
                 writer.write_table(_joined(pending, schema), row_group_size=ROW_GROUP_ROWS)
-                num_rows = num_bytes = 0
-        if pending:
-            writer.write_table(_joined(pending, schema), row_group_size=ROW_GROUP_ROWS)
+    except pa.ArrowException as error:
+        raise OutputError(
+            f"a column of the input cannot be written as Parquet: {first_line(error)}; the results are kept: drop the "
+            "column from the input and run the same command again"
+        ) from error
 
 
 def _joined(pending: list[pa.Table], schema: pa.Schema) -> pa.Table:
