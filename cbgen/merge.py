@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbgen.data.assembly import json_line
-from cbgen.data.batches import BATCH_BYTES
 from cbgen.data.files import check_writable, publish
 from cbgen.data.manifest import PartsFolder
 from cbgen.data.outputs import (
@@ -41,8 +40,6 @@ from cbgen.jobspec import OUTPUT_SUFFIXES, is_folder
 
 # So many shards are read by batches of the usual size; of more, each gets its share of that.
 FULL_BATCHES = 16
-# Tables are joined to so many rows, or to BATCH_BYTES, before they are written.
-JOINED_ROWS = 16_384
 
 
 @dataclass(frozen=True)
@@ -227,7 +224,7 @@ def _write_parquet(target: Output, shards: list[Shard], layout: OutputLayout, fo
     schema = pq.read_schema(shards[0].output.files[0])
     metadata = {**schema.metadata, FOOTER_KEY: json.dumps(footer, ensure_ascii=False).encode()}
     schema = pa.schema([field for field in schema if field.name not in dropped], metadata)
-    tables = (table.drop_columns(dropped) for table in _joined(_merged_tables(shards, layout)))
+    tables = (table.drop_columns(dropped) for table in _merged_tables(shards, layout))
     if isinstance(target, FolderOutput):
         paths = target.write_tables(schema, tables, footer["rows_total"], layout.num_samples)
         publish_sidecar(target.marker, footer, {path: path for path in paths})
@@ -249,20 +246,6 @@ def _write_jsonl(target: JsonlOutput, shards: list[Shard], layout: OutputLayout,
         publish_sidecar(target.sidecar, footer, {target.path: path})
 
     publish(target.path, write)
-
-
-def _joined(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """The same rows in fewer tables: where there are many shards, what they have of one stretch is small."""
-    pending: list[pa.Table] = []
-    num_rows = size_bytes = 0
-    for table in tables:
-        pending.append(table)
-        num_rows, size_bytes = num_rows + table.num_rows, size_bytes + table.nbytes
-        if num_rows >= JOINED_ROWS or size_bytes >= BATCH_BYTES:
-            yield pa.concat_tables(pending)
-            pending, num_rows, size_bytes = [], 0, 0
-    if pending:
-        yield pa.concat_tables(pending)
 
 
 def _merged_tables(shards: list[Shard], layout: OutputLayout) -> Iterator[pa.Table]:
