@@ -19,7 +19,8 @@ from cbgen.device import free_memory_bytes, total_memory_bytes
 from cbgen.duplicates import Recipients
 from cbgen.engine.build import Engine, build_engine
 from cbgen.engine.manager import ListSource
-from cbgen.engine.requests import RequestState, SamplingParams
+from cbgen.engine.requests import RequestState
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.errors import ModelError
 from cbgen.models import tiny_random
 from cbgen.models.loading import ModelDescription, load

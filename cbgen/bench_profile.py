@@ -12,7 +12,6 @@ import torch
 from cbgen.bench_work import Ceilings, Work, is_linear
 from cbgen.config import ModelShape
 from cbgen.device import synchronize
-from cbgen.engine import manager as manager_module
 from cbgen.engine.build import Engine
 from cbgen.engine.scheduler import ScheduledBatch
 
@@ -104,7 +103,7 @@ def profiling(
             (backend, "prepare", SCHEDULING),
             (runner, "forward", GLUE),
             (backend, "attend", ATTENTION),
-            (manager_module, "sample", SAMPLING),
+            (manager._sampler, "sample", SAMPLING),
             *((module, "forward", LINEAR) for module in model.modules() if is_linear(module)),
         ):
             _replace(owner, name, partial(profiler.timed, part), stack)

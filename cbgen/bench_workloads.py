@@ -8,9 +8,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from cbgen.engine.param_checks import whole_number
 from cbgen.errors import RowError, UsageError
 from cbgen.models.loading import ModelDescription
-from cbgen.row_checks import checked_ids, checked_text, whole_number
+from cbgen.row_checks import checked_ids, checked_text
 
 RANDOM, SHARED_PREFIX = "random", "shared-prefix"
 DEFAULT_NUM_PROMPTS, DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN = 64, 128, 64

@@ -13,7 +13,8 @@ from cbgen.config import ContinuousBatchingConfig
 from cbgen.device import free_memory_bytes
 from cbgen.engine.build import Engine, build_engine
 from cbgen.engine.manager import ListSource
-from cbgen.engine.requests import RequestState, SamplingParams
+from cbgen.engine.requests import RequestState
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.errors import UsageError
 from cbgen.models.loading import ModelDescription, load
 from cbgen.models.quantization import Quantization

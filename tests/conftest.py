@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONFIGS, PARITY, ModelUnderTest, build
+from tiny_models import CONFIGS, PARITY, SAMPLED_ROWS, ModelUnderTest, build
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of several that share the cores, as do the processes it starts
@@ -55,11 +55,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker hands its count of compared rows to the process that reports."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["parity"] = dict(PARITY)
+        session.config.workeroutput["sampled"] = {name: list(rows) for name, rows in SAMPLED_ROWS.items()}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    PARITY.update(getattr(node, "workeroutput", {}).get("parity", {}))
+    told = getattr(node, "workeroutput", {})
+    PARITY.update(told.get("parity", {}))
+    SAMPLED_ROWS.update({name: tuple(rows) for name, rows in told.get("sampled", {}).items()})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -68,3 +71,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("rows compared with model.generate")
         for name, count in sorted(PARITY.items()):
             terminalreporter.write_line(f"{name}: {count}")
+    if SAMPLED_ROWS:
+        terminalreporter.section("sampled rows that another batch changed, without --deterministic")
+        for name, (different, compared) in sorted(SAMPLED_ROWS.items()):
+            terminalreporter.write_line(f"{name}: {different} of {compared}")

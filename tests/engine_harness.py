@@ -13,7 +13,8 @@ from cbgen.cache.pool import WRITE_RESERVE_CHUNK
 from cbgen.config import ContinuousBatchingConfig, ResolvedConfig
 from cbgen.engine.build import Engine, attention_backend, build_engine
 from cbgen.engine.manager import ListSource, Manager
-from cbgen.engine.requests import RequestState, SamplingParams
+from cbgen.engine.requests import RequestState
+from cbgen.engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 FREE_BYTES = 4 << 30

@@ -51,6 +51,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 PARITY: Counter[str] = Counter()
+# Of sampled jobs done in several ways without --deterministic: rows whose tokens differed, and rows compared.
+SAMPLED_ROWS: dict[str, tuple[int, int]] = {}
 
 
 def build(name: str, seed: int = 0) -> PreTrainedModel:

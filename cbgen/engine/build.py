@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -11,9 +12,13 @@ from cbgen.cache.storage import KVStorage
 from cbgen.cache.swap_pool import SwapPool
 from cbgen.config import ModelShape, ResolvedConfig
 from cbgen.device import free_memory_bytes
+from cbgen.engine.endings import Endings
+from cbgen.engine.generated_text import TextCodec
+from cbgen.engine.grammars import Grammars
 from cbgen.engine.input_outputs import InputBuffers
 from cbgen.engine.manager import Manager
 from cbgen.engine.model_runner import ModelRunner
+from cbgen.engine.sampler import Sampler
 from cbgen.engine.scheduler import SCHEDULERS
 from cbgen.errors import MemoryPlanError, UsageError
 from cbgen.kernels.backend import AttentionBackend
@@ -41,8 +46,11 @@ def build_engine(
     device: torch.device,
     free_bytes: int,
     notify: Callable[[str], None] = lambda line: None,
+    tokenizer: Any = None,
+    grammars: Grammars | None = None,
 ) -> Engine:
-    """free_bytes: memory free on the device with the weights loaded. notify: see Manager.
+    """free_bytes: memory free on the device with the weights loaded. notify: see Manager. tokenizer, grammars: for
+    requests that ask for bad words or stop texts, or for a form of the output.
 
     Raises MemoryPlanError when no cache fits.
     """
@@ -61,6 +69,8 @@ def build_engine(
             f"--cpu-offload-space {config.cpu_offload_space:g}: {mib(config.cpu_offload_bytes)} of CPU memory are "
             f"asked for, {mib(host_bytes)} are free"
         )
+    codec = None if tokenizer is None else TextCodec(tokenizer)
+    sampler = Sampler(eos_token_ids, codec, grammars)
     storage = KVStorage(plan.num_chunks, plan.layout, backend, device)
     manager = Manager(
         cache=cache,
@@ -68,7 +78,8 @@ def build_engine(
         buffers=InputBuffers(config.max_batch_tokens, config.max_requests_per_batch, len(plan.layout.groups), device),
         runner=ModelRunner(model, plan.layout, storage, backend, config.deterministic),
         swap_pool=SwapPool(config.cpu_offload_bytes, storage) if config.cpu_offload_bytes else None,
-        eos_token_ids=eos_token_ids,
+        sampler=sampler,
+        endings=Endings(eos_token_ids, codec, sampler.processors.is_complete),
         max_model_len=shape.max_model_len,
         max_waiting=2 * config.max_requests_per_batch,
         balance_tail=config.balance_tail,

@@ -32,7 +32,8 @@ class InputBuffers:
     request        0          1    2
     input_ids      [a b c d]  [e]  [f g]        tokens not computed yet
     position_ids   [0 1 2 3]  [9]  [64 65]      their places in the request
-    logits_indices       3     4       6        last query of each request that reaches its end
+    logits_indices       3     4       6        last query of each request that reaches its end, and before it those
+                                                of a prompt that is scored
     """
 
     def __init__(self, max_batch_tokens: int, max_requests_per_batch: int, num_groups: int, device: torch.device):
@@ -45,16 +46,16 @@ class InputBuffers:
     def lay_out(self, batch: ScheduledBatch, cache: PagedCache) -> BatchInputs:
         """Fills the buffers with a batch whose blocks are allocated, and returns views of their used part."""
         token_rows, ends = self._host_rows(batch, cache)
-        samples = [end - 1 for end, entry in zip(ends, batch.scheduled, strict=True) if entry.samples]
+        wanted = [place for end, entry in zip(ends, batch.scheduled, strict=True) for place in _wanted(entry, end)]
         num_tokens = token_rows.shape[1]
         self._tokens[:, :num_tokens].copy_(torch.from_numpy(token_rows))
-        self._logits_indices[: len(samples)].copy_(torch.tensor(samples, dtype=torch.int64))
+        self._logits_indices[: len(wanted)].copy_(torch.tensor(wanted, dtype=torch.int64))
         rows = self._tokens[:, :num_tokens]
         attention = [
             self._attention(batch, allocator, rows[2 + 2 * number], rows[3 + 2 * number])
             for number, allocator in enumerate(cache.allocators)
         ]
-        return BatchInputs(rows[0][None], rows[1][None], self._logits_indices[: len(samples)], attention)
+        return BatchInputs(rows[0][None], rows[1][None], self._logits_indices[: len(wanted)], attention)
 
     def _host_rows(self, batch: ScheduledBatch, cache: PagedCache) -> tuple[np.ndarray, list[int]]:
         """int64 [2 + 2 * groups, T] in the order of `_tokens`, and the end of each request's query tokens in T."""
@@ -92,6 +93,12 @@ class InputBuffers:
             write_offsets=write_offsets,
             window=allocator.group.window,
         )
+
+
+def _wanted(entry: ScheduledRequest, end: int) -> list[int]:
+    """Places among the query tokens whose logits are read, of a request whose own end at `end`."""
+    first = end - entry.kv_length
+    return [*(first + place for place in entry.scored), *([end - 1] if entry.samples else [])]
 
 
 def _write_pages(entry: ScheduledRequest, allocator: CacheAllocator, positions: np.ndarray) -> np.ndarray:

@@ -2,26 +2,41 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from cbgen.cache.paged_cache import PagedCache
 from cbgen.cache.swap_pool import SwapPool
+from cbgen.engine.endings import Endings
+from cbgen.engine.failures import named_failures
 from cbgen.engine.input_outputs import InputBuffers
+from cbgen.engine.logprobs import TokenLogprobs, token_logprobs
 from cbgen.engine.metrics import EngineMetrics
 from cbgen.engine.model_runner import ModelRunner
 from cbgen.engine.offloading import Offloader, choose_victims
 from cbgen.engine.recovery import Recovery
 from cbgen.engine.refusal import refusal
-from cbgen.engine.requests import FinishReason, RequestState, SamplingParams, heir_of
-from cbgen.engine.sampler import sample
+from cbgen.engine.requests import FinishReason, RequestState, heir_of
+from cbgen.engine.sampler import NOT_FINITE, Sampled, Sampler
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 from cbgen.engine.tail import BalancedTail
 from cbgen.errors import ForwardPassError
 
 _SCORED_ID = -1  # of no request that comes from outside
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What came of a forward pass: who gets a token, which, the log-probabilities of tokens of prompts, and pairs of a
+    parent and a fork that began."""
+
+    sampling: list[RequestState]
+    sampled: Sampled
+    scored: list[tuple[RequestState, TokenLogprobs]]
+    forks: list[tuple[RequestState, RequestState]]
 
 
 class RequestSource(Protocol):
@@ -55,10 +70,10 @@ class ListSource:
 class Manager:
     """Steps requests through the engine until each has finished.
 
-    eos_token_ids: the tokens that end a generation, unless the request ignores them. max_model_len: the context.
-    max_waiting: how many requests wait in the queue; more are pulled when there are fewer. balance_tail: once all are
-    known, as many are active as keep the batch evenly filled until the longest is done. notify: is told in one line
-    what the engine does about a forward pass that failed.
+    sampler: chooses tokens. endings: tells when a request has ended. max_model_len: the context. max_waiting: how many
+    requests wait in the queue; more are pulled when there are fewer. balance_tail: once all are known, as many are
+    active as keep the batch evenly filled until the longest is done. notify: is told in one line what the engine does
+    about a forward pass that failed.
     """
 
     def __init__(
@@ -68,7 +83,8 @@ class Manager:
         buffers: InputBuffers,
         runner: ModelRunner,
         swap_pool: SwapPool | None,
-        eos_token_ids: frozenset[int],
+        sampler: Sampler,
+        endings: Endings,
         max_model_len: int,
         max_waiting: int,
         balance_tail: bool = True,
@@ -81,7 +97,8 @@ class Manager:
         self._recovery = Recovery(scheduler, self.offloader, runner, self.metrics, notify)
         self._buffers = buffers
         self._runner = runner
-        self._eos_token_ids = eos_token_ids
+        self._sampler = sampler
+        self._endings = endings
         self._max_model_len = max_model_len
         self._max_waiting = max_waiting
         self._tail = BalancedTail(scheduler) if balance_tail else None
@@ -98,11 +115,11 @@ class Manager:
         batch = self._plan()
         start_s = time.perf_counter()
         try:
-            sampling, token_ids = self._compute(batch)
+            computed = self._compute(batch)
         except ForwardPassError as error:
             return self._recovery.after(batch, error)
         self._count(batch, start_s)
-        finished = self._apply(batch, sampling, token_ids)
+        finished = self._apply(batch, computed)
         self._relieve(batch)
         return finished
 
@@ -215,25 +232,27 @@ class Manager:
             victims = active
         self._offload(victims)
 
-    def _compute(self, batch: ScheduledBatch) -> tuple[list[RequestState], list[int | None]]:
-        """The forward pass: who gets a token from it, and which."""
+    def _compute(self, batch: ScheduledBatch) -> "_Computed":
+        """The forward pass: who gets a token from it, and which; and what it says of tokens of prompts."""
         logits = self._runner.forward(self._buffers.lay_out(batch, self.cache))
-        sampling, rows = self._samples(batch)
-        token_ids = sample(logits if len(rows) == len(logits) else logits[rows], sampling)
-        self._recovery.suspects.acquit(batch)
-        return sampling, token_ids
-
-    def _samples(self, batch: ScheduledBatch) -> tuple[list[RequestState], list[int]]:
-        """Who gets a token from the pass, and from which row of its logits: forks from the row of their parent."""
-        requests: list[RequestState] = []
+        scored, forks, start = [], [], 0
+        sampling: list[RequestState] = []
         rows: list[int] = []
         copies: list[tuple[int, int]] = []
-        for row, entry in enumerate(entry for entry in batch.scheduled if entry.samples):
-            members = [entry.request, *self._fork(entry.request, copies)]
-            requests += members
-            rows += [row] * len(members)
+        for entry in batch.scheduled:
+            end = start + len(entry.scored)
+            if entry.scored:
+                scored.append((entry.request, _score(logits[start:end], entry)))
+            if entry.samples:
+                started = self._fork(entry.request, copies)
+                forks += [(entry.request, fork) for fork in started]
+                sampling += [entry.request, *started]
+                rows += [end] * (1 + len(started))
+            start = end + entry.samples
         self._runner.copy_pages(copies)
-        return requests, rows
+        sampled = self._sampler.sample(logits if rows == list(range(len(logits))) else logits[rows], sampling)
+        self._recovery.suspects.acquit(batch)
+        return _Computed(sampling, sampled, scored, forks)
 
     def _fork(self, parent: RequestState, copies: list[tuple[int, int]]) -> list[RequestState]:
         """Starts the further samples of a prompt that was just computed, as far as there is room; the rest queue.
@@ -261,42 +280,55 @@ class Manager:
         if heir is not None:
             self.scheduler.add_first(heir)
 
-    def _apply(
-        self, batch: ScheduledBatch, sampling: list[RequestState], token_ids: list[int | None]
-    ) -> list[RequestState]:
-        """Advances every request of the batch, appends sampled tokens (None: not finite) and finishes who is done."""
+    def _apply(self, batch: ScheduledBatch, computed: "_Computed") -> list[RequestState]:
+        """Advances every request of the batch, appends what was sampled and finishes who is done."""
         now_s = time.perf_counter()
         for entry in batch.scheduled:
             self.metrics.count_computed(entry.request, entry.query_length)
             entry.request.advance(entry.query_length)
+        for request, scores in computed.scored:
+            assert request.prompt_logprobs is not None
+            request.prompt_logprobs.extend(scores)
+        for parent, fork in computed.forks:  # complete by now; a pass that failed would have both scored again
+            fork.prompt_logprobs = parent.prompt_logprobs
         finished = []
-        for request, token_id in zip(sampling, token_ids, strict=True):
-            if token_id is None and request.num_matched_tokens:
-                # A NaN reaches earlier tokens of the pass it turns up in (0 x NaN in a masked product), and their
-                # blocks are shared: this one is tried again all by itself.
-                self.offloader.start_over(request)
-                request.computes_alone = True
-                self.scheduler.requeue([request])
-            elif self._apply_token(request, token_id, now_s):
+        for row, request in enumerate(computed.sampling):
+            if self._apply_token(request, row, computed.sampled, now_s):
                 self.scheduler.remove(request)
                 self.cache.release(request.request_id)
                 self.metrics.count_finished(request)
                 finished.append(request)
         return finished
 
-    def _apply_token(self, request: RequestState, token_id: int | None, now_s: float) -> bool:
-        """Appends one token; True when the request has finished with it."""
-        if token_id is None:
-            self.cache.distrust(request.request_id)
-            request.finish(FinishReason.ERROR, now_s, "the model's logits are not finite (NaN or infinity)")
+    def _apply_token(self, request: RequestState, row: int, sampled: Sampled, now_s: float) -> bool:
+        """Appends one token, if there is one; True when the request has finished with it."""
+        token_id = sampled.token_ids[row]
+        if token_id is None and row in sampled.errors:
+            request.finish(FinishReason.ERROR, now_s, sampled.errors[row])
             return True
+        if token_id is None:
+            return self._without_token(request, now_s)
         request.append_token(token_id, now_s)
+        if request.logprobs is not None:
+            request.logprobs.extend(sampled.logprobs[row])
         self.metrics.output_tokens += 1
-        if token_id in self._eos_token_ids and not request.params.ignore_eos:
-            request.finish(FinishReason.STOP, now_s)
-        elif request.num_generated_tokens >= request.params.max_tokens:
-            request.finish(FinishReason.LENGTH, now_s)
+        ending = self._endings.of(request)
+        if ending is not None:
+            request.finish(ending.reason, now_s, None, ending.stop_reason, ending.num_hidden_tokens)
         return request.is_finished
+
+    def _without_token(self, request: RequestState, now_s: float) -> bool:
+        """The model's logits were not finite; True when that was the end."""
+        if request.num_matched_tokens:
+            # A NaN reaches earlier tokens of the pass it turns up in (0 x NaN in a masked product), and their
+            # blocks are shared: this one is tried again all by itself.
+            self.offloader.start_over(request)
+            request.computes_alone = True
+            self.scheduler.requeue([request])
+            return False
+        self.cache.distrust(request.request_id)
+        request.finish(FinishReason.ERROR, now_s, NOT_FINITE)
+        return True
 
     def _relieve(self, batch: ScheduledBatch) -> None:
         """Offloads stalled requests whose demand what finished in this step did not cover."""
@@ -318,3 +350,13 @@ class Manager:
 
     def _count(self, batch: ScheduledBatch, start_s: float) -> None:
         self.metrics.count_step(start_s, time.perf_counter(), len(batch.scheduled), self.cache.used_share)
+
+
+@named_failures()
+@torch.inference_mode()
+def _score(logits: torch.Tensor, entry: ScheduledRequest) -> TokenLogprobs:
+    """Of the tokens of a prompt that follow those of `entry.scored`, whose logits are [N, vocab]."""
+    buffer = entry.request.prompt_logprobs
+    assert buffer is not None
+    following = entry.request.token_ids[entry.scored.start + 1 : entry.scored.stop + 1]
+    return token_logprobs(logits, following, buffer.num_top)

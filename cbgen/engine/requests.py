@@ -11,6 +11,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from cbgen.engine.generated_text import TextTail
+from cbgen.engine.grammars import GrammarMatcher
+from cbgen.engine.logprobs import LogprobBuffer
+from cbgen.engine.sampling_params import SamplingParams
+from cbgen.engine.token_history import TokenHistory
+
 
 class RequestStatus(enum.Enum):
     PENDING = "pending"
@@ -23,22 +29,6 @@ class FinishReason(str, enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ERROR = "error"
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is generated. temperature 0 is greedy; top_k 0 and top_p 1 are off.
-
-    `seed` is the request's own stream of draws (64 bits): the draw of a token depends on it and on the token's
-    position alone, never on the batch.
-    """
-
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    ignore_eos: bool = False
 
 
 @dataclass
@@ -61,6 +51,10 @@ class RequestState:
     is computed again can be told. num_matched_tokens of them were written by others; a request that computes_alone
     takes over no more of these. `forks` are further samples of the same prompt, which start where it ends.
     `tag` is the caller's and comes back untouched.
+
+    stop_reason: the stop text or token that ended it; num_hidden_tokens: of the generated ones at the end, how many are
+    none of the text. logprobs, prompt_logprobs: of the tokens generated, and of the prompt's from the second on; forks
+    have their parent's. history, matcher and tail are worked out from token_ids, whoever needs them, and kept.
     """
 
     request_id: int
@@ -78,11 +72,22 @@ class RequestState:
     status: RequestStatus = RequestStatus.PENDING
     finish_reason: FinishReason | None = None
     error: str | None = None
+    stop_reason: str | int | None = None
+    num_hidden_tokens: int = 0
+    logprobs: LogprobBuffer | None = None
+    prompt_logprobs: LogprobBuffer | None = None
+    history: TokenHistory | None = None
+    matcher: GrammarMatcher | None = None
+    tail: TextTail | None = None
     timing: RequestTiming = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.token_ids, "a request has at least one token"
         self.num_prompt_tokens = len(self.token_ids)
+        if self.params.logprobs is not None:
+            self.logprobs = LogprobBuffer(self.params.logprobs)
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = LogprobBuffer(self.params.prompt_logprobs)
         self.arrive()
 
     @property
@@ -93,6 +98,18 @@ class RequestState:
     @property
     def generated_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def text_ids(self) -> list[int]:
+        """The generated tokens that make the text: those that ended it are not among them, unless asked for."""
+        return self.token_ids[self.num_prompt_tokens : len(self.token_ids) - self.num_hidden_tokens]
+
+    @property
+    def first_unscored(self) -> int | None:
+        """The place of the first token of the prompt whose successor's log-probability is wanted and not known yet."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1:
+            return None
+        return len(self.prompt_logprobs)
 
     @property
     def num_generated_tokens(self) -> int:
@@ -163,12 +180,21 @@ class RequestState:
         self.status = RequestStatus.PENDING
         self.num_swaps += 1
 
-    def finish(self, reason: FinishReason, now_s: float, error: str | None = None) -> None:
+    def finish(
+        self,
+        reason: FinishReason,
+        now_s: float,
+        error: str | None = None,
+        stop_reason: str | int | None = None,
+        num_hidden_tokens: int = 0,
+    ) -> None:
         assert not self.is_finished
         assert (reason is FinishReason.ERROR) == (error is not None)
         self.status = RequestStatus.FINISHED
         self.finish_reason = reason
         self.error = error
+        self.stop_reason = stop_reason
+        self.num_hidden_tokens = num_hidden_tokens
         self.timing.finish_s = now_s
 
 

@@ -22,7 +22,8 @@ class ScheduledRequest:
     """A request and the tokens that the next forward pass computes: query_length of them, from `start` on.
 
     num_matched: of those before `start`, how many it takes over from the cache as it is admitted.
-    samples: whether the pass reaches the request's last token, and so gives its next one.
+    samples: whether the pass reaches the request's last token, and so gives its next one. scored: places in the request
+    of tokens whose logits are wanted, since they tell how likely the next token of the prompt was.
     """
 
     request: RequestState
@@ -30,6 +31,7 @@ class ScheduledRequest:
     query_length: int
     num_matched: int
     samples: bool
+    scored: range = range(0)
 
     @property
     def kv_length(self) -> int:
@@ -61,8 +63,9 @@ class ScheduledBatch:
 class _Budget:
     """What is left to spend in one forward pass; counted down here and nowhere else.
 
-    cache_pages: distinct physical pages that the pass may still read. None where the budget is the whole cache: a pass
-    reads only pages that a request owns, of which there are no more than that.
+    requests: also rows of logits, of which every request needs one at most; one whose prompt is scored needs a row for
+    every token, and takes the place of so many. cache_pages: distinct physical pages that the pass may still read. None
+    where the budget is the whole cache: a pass reads only pages that a request owns, of which there are no more.
     """
 
     query_tokens: int
@@ -70,9 +73,14 @@ class _Budget:
     cache_pages: int | None
     read: set[int] = field(default_factory=set)
 
-    def spend(self, query_length: int, new_pages: set[int]) -> None:
+    def query_tokens_for(self, request: RequestState) -> int:
+        """The most that it may compute."""
+        is_scored = request.first_unscored is not None
+        return min(self.query_tokens, self.requests) if is_scored else self.query_tokens
+
+    def spend(self, query_length: int, num_scored: int, new_pages: set[int]) -> None:
         self.query_tokens -= query_length
-        self.requests -= 1
+        self.requests -= max(1, query_length if num_scored else 0)
         if self.cache_pages is not None:
             self.cache_pages -= len(new_pages)
             self.read |= new_pages
@@ -257,7 +265,7 @@ class Scheduler(ABC):
 
     def _schedule_active(self, request: RequestState, budget: _Budget, batch: ScheduledBatch) -> None:
         start = request.num_computed_tokens
-        kv_length = start + min(request.num_remaining_tokens, budget.query_tokens)
+        kv_length = start + min(request.num_remaining_tokens, budget.query_tokens_for(request))
         if not self._within_cache_budget(request, NO_MATCH, kv_length, budget):
             return
         if self._cache.allocate(request.request_id, kv_length):
@@ -268,7 +276,7 @@ class Scheduler(ABC):
     def _admit(self, request: RequestState, match: PrefixMatch, budget: _Budget, batch: ScheduledBatch) -> bool:
         """Puts a waiting request's next tokens in the batch if budget and cache allow it; all or nothing."""
         start = max(request.num_computed_tokens, len(match.blocks) * self._cache.page_size)
-        kv_length = start + min(len(request.token_ids) - start, budget.query_tokens)
+        kv_length = start + min(len(request.token_ids) - start, budget.query_tokens_for(request))
         if not self._within_cache_budget(request, match, kv_length, budget) or not self._may_return(request, match):
             return False
         if not self._cache.admit(request.request_id, request.token_ids, kv_length, match):
@@ -292,10 +300,11 @@ class Scheduler(ABC):
         batch: ScheduledBatch,
     ) -> None:
         self._cache.register(request.request_id, request.token_ids, kv_length)
-        budget.spend(kv_length - start, self._new_pages(request, kv_length, budget))
+        scored = _scored(request, start, kv_length)
+        budget.spend(kv_length - start, len(scored), self._new_pages(request, kv_length, budget))
         num_matched = len(match.blocks) * self._cache.page_size
         samples = kv_length == len(request.token_ids)
-        batch.scheduled.append(ScheduledRequest(request, start, kv_length - start, num_matched, samples))
+        batch.scheduled.append(ScheduledRequest(request, start, kv_length - start, num_matched, samples, scored))
 
     def _within_cache_budget(self, request: RequestState, match: PrefixMatch, kv_length: int, budget: _Budget) -> bool:
         """Whether the pages that the request would read, beside those read already, are within the budget."""
@@ -341,7 +350,10 @@ class Scheduler(ABC):
         self._move_to_active(admitted)
 
     def _match(self, request: RequestState) -> PrefixMatch:
-        return NO_MATCH if request.computes_alone else self._cache.match(request.request_id, request.token_ids)
+        """A prompt that is scored is computed as a whole, for the logits of all its tokens."""
+        if request.computes_alone or request.first_unscored is not None:
+            return NO_MATCH
+        return self._cache.match(request.request_id, request.token_ids)
 
     def _candidates_for_admission(self) -> Iterator[RequestState]:
         candidates = filter(self._may_run, self._waiting)
@@ -368,6 +380,14 @@ class Scheduler(ABC):
         order = list(self._active)
         if order != sorted(order):
             self._active = dict(sorted(self._active.items()))
+
+
+def _scored(request: RequestState, start: int, kv_length: int) -> range:
+    """See ScheduledRequest. The last token of a prompt tells of no other of it."""
+    first = request.first_unscored
+    if first is None:
+        return range(0)
+    return range(max(start, first), max(start, first, min(kv_length, request.num_prompt_tokens - 1)))
 
 
 class FIFOScheduler(Scheduler):

@@ -5,8 +5,9 @@ import torch
 from engine_harness import engine_for, run_all
 from tiny_models import PARITY, ModelUnderTest
 
-from cbgen.engine.requests import RequestState, SamplingParams
+from cbgen.engine.requests import RequestState
 from cbgen.engine.sampler import uniform_draws
+from cbgen.engine.sampling_params import SamplingParams
 
 NUM_SAMPLES = 5
 NEAR_DRAW = 1e-6  # two tokens' cumulated probabilities are told apart no better

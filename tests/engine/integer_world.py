@@ -9,9 +9,12 @@ from cbgen.cache.layout import CacheLayout
 from cbgen.cache.paged_cache import PagedCache
 from cbgen.cache.pool import NUM_RESERVED_CHUNKS
 from cbgen.config import FULL_ATTENTION, SLIDING_ATTENTION, ContinuousBatchingConfig, ModelShape
+from cbgen.engine.endings import Endings
 from cbgen.engine.input_outputs import BatchInputs, InputBuffers
 from cbgen.engine.manager import ListSource, Manager
-from cbgen.engine.requests import RequestState, RequestStatus, SamplingParams
+from cbgen.engine.requests import RequestState, RequestStatus
+from cbgen.engine.sampler import Sampler
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.engine.scheduler import SCHEDULERS, ScheduledBatch
 
 PAGE = 4
@@ -66,7 +69,11 @@ class World:
         buffers = InputBuffers(
             self.config.max_batch_tokens, self.config.max_requests_per_batch, len(layout.groups), CPU
         )
-        self.manager = Manager(self.cache, self.scheduler, buffers, NoModel(), None, frozenset(), CONTEXT, 1 << 30)
+        sampler = Sampler()
+        endings = Endings(frozenset(), None, sampler.processors.is_complete)
+        self.manager = Manager(
+            self.cache, self.scheduler, buffers, NoModel(), None, sampler, endings, CONTEXT, max_waiting=1 << 30
+        )
         self.requests: list[RequestState] = []
         self.passes: list[Pass] = []
         self._schedule = self.scheduler.schedule

@@ -9,10 +9,11 @@ from models.causal_zoo import build as build_zoo
 from tiny_models import CONFIGS, ModelUnderTest, build
 
 import cbgen.engine.build
-import cbgen.engine.manager
 from cbgen.engine.build import Engine, build_engine
 from cbgen.engine.fixed_products import FixedProducts, multiplies_in_torch
-from cbgen.engine.requests import RequestState, SamplingParams
+from cbgen.engine.requests import RequestState
+from cbgen.engine.sampler import Sampled
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.errors import UsageError
 
 # Layers all of cbgen's own; then MLPs, or experts, that torch multiplies.
@@ -46,9 +47,10 @@ def under_test(request: pytest.FixtureRequest) -> ModelUnderTest:
 def served(engine: Engine, prompts: list[Prompt]) -> tuple[list[list[int]], Rows]:
     """The tokens of each row, and the bytes of the logits that each of them was sampled from."""
     logits_of: Rows = defaultdict(list)
-    sample = cbgen.engine.manager.sample
+    sampler = engine.manager._sampler
+    sample = sampler.sample
 
-    def recorded(logits: torch.Tensor, requests: list[RequestState]) -> list[int | None]:
+    def recorded(logits: torch.Tensor, requests: list[RequestState]) -> Sampled:
         for row, request in zip(logits, requests, strict=True):
             logits_of[request.request_id].append(row.numpy().tobytes())
         return sample(logits, requests)
@@ -58,7 +60,7 @@ def served(engine: Engine, prompts: list[Prompt]) -> tuple[list[list[int]], Rows
         for n, p in enumerate(prompts)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cbgen.engine.manager, "sample", recorded)
+        patch.setattr(sampler, "sample", recorded)
         run_all(engine, requests)
     assert all(request.error is None for request in requests)
     return [request.generated_ids for request in requests], dict(logits_of)

@@ -7,7 +7,8 @@ from engine_harness import POISON, engine_for, poisoned, random_ids, run_all
 from tiny_models import ModelUnderTest
 
 from cbgen.engine.manager import ListSource, Manager
-from cbgen.engine.requests import FinishReason, RequestState, RequestStatus, SamplingParams
+from cbgen.engine.requests import FinishReason, RequestState, RequestStatus
+from cbgen.engine.sampling_params import SamplingParams
 
 PAGE = 16
 PROMPT = random_ids(3 * PAGE + 5, seed=3 * PAGE + 5)

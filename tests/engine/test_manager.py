@@ -19,7 +19,8 @@ from tiny_models import ModelUnderTest
 
 from cbgen.engine.manager import ListSource
 from cbgen.engine.metrics import request_times
-from cbgen.engine.requests import FinishReason, RequestState, SamplingParams
+from cbgen.engine.requests import FinishReason, RequestState
+from cbgen.engine.sampling_params import SamplingParams
 
 
 def test_stops_at_any_eos_token(tiny_llama: ModelUnderTest) -> None:

@@ -6,7 +6,8 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from cbgen.engine.metrics import EngineMetrics, RequestTimes, request_times
-from cbgen.engine.requests import FinishReason, RequestState, RequestStatus, SamplingParams
+from cbgen.engine.requests import FinishReason, RequestState, RequestStatus
+from cbgen.engine.sampling_params import SamplingParams
 
 NOW_S = 1e9  # later than any arrival on the monotonic clock
 

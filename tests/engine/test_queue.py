@@ -9,7 +9,8 @@ from engine.integer_world import PAGE, World, layout_of
 
 from cbgen.cache.paged_cache import Demand, PagedCache
 from cbgen.cache.prefix_cache import PrefixMatch
-from cbgen.engine.requests import RequestState, RequestStatus, SamplingParams
+from cbgen.engine.requests import RequestState, RequestStatus
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.engine.scheduler import MAX_OVERTAKEN, MAX_SKIPPED_PER_STEP
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from cbgen.engine.requests import FinishReason, RequestState, RequestStatus, SamplingParams
+from cbgen.engine.requests import FinishReason, RequestState, RequestStatus
+from cbgen.engine.sampling_params import SamplingParams
 
 NOW_S = 1e9  # later than any arrival on the monotonic clock
 ACTIONS = {

@@ -6,7 +6,8 @@ import pytest
 from engine_harness import assert_parity, engine_for, mixed_prompts, run_all
 from tiny_models import ModelUnderTest
 
-from cbgen.engine.requests import RequestState, SamplingParams
+from cbgen.engine.requests import RequestState
+from cbgen.engine.sampling_params import SamplingParams
 
 MODELS = ["llama", "mistral", "gemma3"]
 PROMPTS = mixed_prompts(8, 320, longest=50, most=10, seed=5)

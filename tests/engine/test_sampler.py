@@ -6,10 +6,11 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from cbgen.engine.requests import RequestState, SamplingParams
-from cbgen.engine.sampler import sample, uniform_draws
+from cbgen.engine.requests import RequestState
+from cbgen.engine.sampler import Sampler, uniform_draws
+from cbgen.engine.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1)
 PLAIN = replace(GREEDY, temperature=0.8)
@@ -25,8 +26,14 @@ FILTERS = [
     pytest.param({"temperature": 1.0, "top_k": 500}, id="top_k above the vocabulary"),
     pytest.param({"temperature": 1.0, "top_p": 0.7}, id="top_p"),
     pytest.param({"temperature": 1.0, "top_p": 0.97}, id="wide top_p"),
-    pytest.param({"temperature": 1.5, "top_k": 9, "top_p": 0.8}, id="all three"),
+    pytest.param({"temperature": 1.0, "min_p": 0.3}, id="min_p"),
+    pytest.param({"temperature": 1.5, "top_k": 9, "top_p": 0.8}, id="three"),
+    pytest.param({"temperature": 1.3, "top_k": 15, "top_p": 0.9, "min_p": 0.25}, id="all four"),
 ]
+
+
+def sample(logits: torch.Tensor, requests: list[RequestState]) -> list[int | None]:
+    return Sampler().sample(logits, requests).token_ids
 
 
 def request_at(params: SamplingParams, position: int = 0) -> RequestState:
@@ -52,6 +59,8 @@ def filtered_distribution(logits: torch.Tensor, params: SamplingParams) -> torch
         scores = TopKLogitsWarper(params.top_k)(None, scores)
     if params.top_p < 1.0:
         scores = TopPLogitsWarper(params.top_p)(None, scores)
+    if params.min_p > 0.0:
+        scores = MinPLogitsWarper(params.min_p)(None, scores)
     return scores.softmax(-1)[0]
 
 

@@ -11,7 +11,8 @@ from cbgen.cache.pool import NUM_RESERVED_CHUNKS, READ_RESERVE_CHUNK, WRITE_RESE
 from cbgen.cache.storage import KVStorage
 from cbgen.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelShape
 from cbgen.engine.input_outputs import InputBuffers
-from cbgen.engine.requests import RequestState, SamplingParams
+from cbgen.engine.requests import RequestState
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.engine.scheduler import ScheduledBatch, ScheduledRequest
 from cbgen.kernels.backend import AttentionOptions
 from cbgen.kernels.sdpa import SdpaAttention

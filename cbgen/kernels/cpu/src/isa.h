@@ -7,3 +7,4 @@
 #include "store.h"
 #include "glue.h"
 #include "layer.h"
+#include "sampling.h"
