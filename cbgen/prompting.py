@@ -1,10 +1,12 @@
 """From an input row to the text or token ids of a request, and from token ids back to text."""
 
+import contextlib
 import datetime
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import jinja2
@@ -12,29 +14,19 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
+from cbgen.chat import ChatRenderer, chat_template_of, refuse_reserved
 from cbgen.data.rows import KEY_BYTES, PromptRow
-from cbgen.engine.requests import SamplingParams
+from cbgen.engine.grammars import Grammars
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.errors import RowError, UsageError
-from cbgen.row_checks import checked_id, checked_ids, checked_messages, checked_params, checked_text, whole_number
+from cbgen.row_checks import checked_id, checked_ids, checked_messages, checked_text, checked_tools
+from cbgen.row_params import OPTION_COLUMNS, RowParams
 
-OPTION_COLUMNS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
-STRFTIME_DIRECTIVES = [*"aAbBcdeDFHIjmMpSTUwWxXyYZ", "-d", "-e", "-m", "-H", "-I", "-j", "-M", "-S", "%"]
-RESERVED_TEMPLATE_KWARGS = {
-    "messages",
-    "conversation",
-    "tokenize",
-    "add_generation_prompt",
-    "chat_template",
-    "cbgen_date",
-}
-STRFTIME_MACRO = (
-    "{%- macro strftime_now(format) -%}{%- set built = namespace(text=format) -%}"
-    "{%- for directive, value in cbgen_date.items() -%}"
-    "{%- set built.text = built.text | replace(directive, value) -%}"
-    "{%- endfor -%}{{ built.text }}{%- endmacro +%}"
-)
 # Where prompts come from when the user names no column: the most exact form that the input has.
 DEFAULT_SOURCES = ("prompt_ids", "messages", "prompt")
+TOOLS_COLUMN = "tools"
+# Of the values of rows that cannot be generated.
+MOST_DEPTH_TOLD = 50
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,8 @@ class PromptSource:
     kind: "prompt", "messages", "prompt_ids" or "template", whose column is "template" too; "openai" for lines of an
     OpenAI batch, each with one of the first three.
     columns: those of the input that the prompt is made of.
-    chat: a text prompt becomes a user message.
+    chat: a text prompt becomes a user message. chat_template: the user's, instead of the model's.
+    continue_final_message: see ChatRenderer. has_tools: whether TOOLS_COLUMN is given to the chat template.
     """
 
     kind: str
@@ -54,6 +47,9 @@ class PromptSource:
     system_prompt: str | None = None
     chat: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+    continue_final_message: bool = False
+    has_tools: bool = False
 
     @property
     def uses_chat_template(self) -> bool:
@@ -65,15 +61,13 @@ class PromptSource:
 class RenderedPrompt:
     """A row's prompt as text, or as ids where the input gives those, with its options; `digest` names both.
 
-    seed: the row's own, if it has one. Draws of rows without come from the job's seed and the row's key. is_chat:
-    whether a chat template wrote the text.
+    is_chat: whether a chat template wrote the text.
     """
 
     index: int
     text: str | None
     ids: list[int] | None
     params: SamplingParams
-    seed: int | None
     digest: bytes
     is_chat: bool = False
 
@@ -96,6 +90,8 @@ def resolve_source(
     system_prompt: str | None = None,
     chat: bool = False,
     chat_template_kwargs: dict[str, Any] | None = None,
+    chat_template: str | None = None,
+    continue_final_message: bool = False,
 ) -> PromptSource:
     """Chooses where prompts come from; raises UsageError when that is unclear or not in the input."""
     named = {"--template": template, "--messages-column": messages_column, "--prompt-column": prompt_column}
@@ -111,7 +107,7 @@ def resolve_source(
     else:
         kind = next((name for name in DEFAULT_SOURCES if name in available), "prompt")
         column = kind
-    _refuse_reserved(chat_template_kwargs or {})
+    refuse_reserved(chat_template_kwargs or {})
     if kind == "prompt_ids" and (chat or system_prompt is not None):
         raise UsageError("prompt_ids are complete prompts: name --prompt-column to use --system-prompt or --chat")
     columns = [column] if template is None else _template_columns(template, available)
@@ -125,26 +121,36 @@ def resolve_source(
             f"the input has no column {missing[0]!r}; it has: {', '.join(available) or 'none'}; "
             "name the one to use with --prompt-column or --messages-column"
         )
+    becomes_chat = kind != "messages" and (chat or system_prompt is not None)
+    has_tools = TOOLS_COLUMN in available and TOOLS_COLUMN not in columns and (becomes_chat or kind == "messages")
     return PromptSource(
         kind=kind,
         column=column,
-        columns=columns,
+        columns=[*columns, TOOLS_COLUMN] if has_tools else columns,
         template=template,
         system_prompt=system_prompt,
-        chat=kind != "messages" and (chat or system_prompt is not None),
+        chat=becomes_chat,
         chat_template_kwargs=chat_template_kwargs or {},
+        chat_template=chat_template,
+        continue_final_message=continue_final_message,
+        has_tools=has_tools,
     )
 
 
-def openai_source(chat_template_kwargs: dict[str, Any]) -> PromptSource:
+def openai_source(
+    chat_template_kwargs: dict[str, Any], chat_template: str | None = None, continue_final_message: bool = False
+) -> PromptSource:
     """Of an OpenAI batch: each row has the one of the columns that its url asks for."""
-    _refuse_reserved(chat_template_kwargs)
-    return PromptSource("openai", "body", [*DEFAULT_SOURCES], chat_template_kwargs=chat_template_kwargs)
-
-
-def _refuse_reserved(chat_template_kwargs: dict[str, Any]) -> None:
-    for name in RESERVED_TEMPLATE_KWARGS & chat_template_kwargs.keys():
-        raise UsageError(f"--chat-template-kwargs: {name} is set by cbgen")
+    refuse_reserved(chat_template_kwargs)
+    return PromptSource(
+        "openai",
+        "body",
+        [*DEFAULT_SOURCES, TOOLS_COLUMN],
+        chat_template_kwargs=chat_template_kwargs,
+        chat_template=chat_template,
+        continue_final_message=continue_final_message,
+        has_tools=True,
+    )
 
 
 def _template_columns(template: str, available: Sequence[str]) -> list[str]:
@@ -162,8 +168,9 @@ class Prompter:
     """Renders, tokenizes and decodes for one job.
 
     defaults: the sampling parameters of rows that name none. today: the job's date, given to templates that ask for it.
-    vocab_size: of the model, for prompts given as ids; the tokenizer's unless given. id_column: its value belongs to
-    what names a row.
+    vocab_size: of the model, for what is given as ids; the tokenizer's unless given. id_column: its value belongs to
+    what names a row. row_options: the columns that are a row's own sampling parameters.
+    grammars: tell which forms of an output can be had.
     """
 
     def __init__(
@@ -174,37 +181,52 @@ class Prompter:
         today: datetime.date,
         vocab_size: int | None = None,
         id_column: str | None = None,
+        row_options: Sequence[str] = OPTION_COLUMNS,
+        grammars: Grammars | None = None,
     ):
-        if source.uses_chat_template and source.kind != "openai" and not tokenizer.chat_template:
+        needs_chat_template = source.uses_chat_template and source.kind != "openai"
+        if needs_chat_template and not chat_template_of(tokenizer, source.chat_template):
             raise UsageError(
-                "this model has no chat template: use a plain prompt column, without --chat and --system-prompt"
+                "this model has no chat template: give one with --chat-template, or use a plain prompt column, without "
+                "--chat and --system-prompt"
             )
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size or len(tokenizer)
         self._source = source
         self._id_column = id_column
-        self._defaults = defaults
+        self._params = RowParams(defaults, self._vocab_size, row_options, grammars)
         self._template = _environment().from_string(source.template) if source.template is not None else None
-        self._chat_kwargs = dict(source.chat_template_kwargs)
-        if source.uses_chat_template and tokenizer.chat_template:
-            self._chat_kwargs |= _frozen_date(tokenizer.get_chat_template(), today)
+        self._chat = ChatRenderer(
+            tokenizer, source.chat_template_kwargs, today, source.chat_template, source.continue_final_message
+        )
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._tokenizer.bos_token_id
 
     def render(self, row: PromptRow) -> RenderedPrompt | FailedPrompt:
         """Template or chat messages to text. A row that cannot be rendered comes back with its reason."""
         try:
-            if row.error is not None:
-                raise RowError(row.error)
-            own_id = [] if self._id_column is None else [checked_id(row.values[self._id_column], self._id_column)]
-            params, seed = self._row_params(row.values)
-            text, ids, is_chat = self._prompt(row.values)
+            return self._rendered(row, self._params.of)
         except RowError as error:
             return FailedPrompt(row.index, str(error), row_digest("failed", str(error), _jsonable(row.values)))
-        # The job's max_tokens may grow and leave finished rows as they are; a row whose own one changes is another row.
-        own_max_tokens = row.values.get("max_tokens")
-        options = [params.temperature, params.top_p, params.top_k, params.ignore_eos, seed, own_max_tokens, *own_id]
+
+    def render_with(self, row: PromptRow, params: SamplingParams) -> RenderedPrompt:
+        """The same for a row that brings its parameters, whatever its columns and the job's. Raises RowError."""
+        return self._rendered(row, lambda _: self._params.whole(params))
+
+    def _rendered(
+        self, row: PromptRow, params_of: Callable[[dict[str, Any]], tuple[SamplingParams, list[Any]]]
+    ) -> RenderedPrompt:
+        if row.error is not None:
+            raise RowError(row.error)
+        own_id = [] if self._id_column is None else [checked_id(row.values[self._id_column], self._id_column)]
+        params, named = params_of(row.values)
+        text, ids, is_chat = self._prompt(row.values)
+        options = [*named, *own_id]
         if self._source.kind == "openai":
             options.append(is_chat)  # the same text is other tokens, see tokenize
-        return RenderedPrompt(row.index, text, ids, params, seed, row_digest("prompt", text, ids, options), is_chat)
+        return RenderedPrompt(row.index, text, ids, params, row_digest("prompt", text, ids, options), is_chat)
 
     def tokenize(self, prompts: list[RenderedPrompt]) -> list[list[int]]:
         """Token ids of each prompt. Special tokens are added to plain prompts only; chat templates write their own."""
@@ -218,13 +240,27 @@ class Prompter:
         texts = [prompt.text for prompt in prompts if prompt.text is not None and prompt.is_chat == is_chat]
         return iter(self._tokenizer(texts, add_special_tokens=not is_chat)["input_ids"] if texts else [])
 
-    def decode(self, generated: list[list[int]]) -> list[str]:
-        """Texts of generated token ids, special tokens left out."""
-        return self._tokenizer.batch_decode(generated, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, generated: list[list[int]], skip_special_tokens: Sequence[bool] | None = None) -> list[str]:
+        """Texts of generated token ids. skip_special_tokens: of each, whether they are left out; None: of all."""
+        skips = [True] * len(generated) if skip_special_tokens is None else skip_special_tokens
+        texts = {
+            skip: self._decoded(list(compress(generated, (own is skip for own in skips))), skip)
+            for skip in (True, False)
+        }
+        return [next(texts[skip]) for skip in skips]
 
-    def preview(self, prompt: RenderedPrompt) -> str:
-        """The prompt as the model will read it."""
-        return prompt.text if prompt.text is not None else str(self._tokenizer.decode(prompt.ids or []))
+    def _decoded(self, generated: list[list[int]], skip: bool) -> Iterator[str]:
+        if not generated:
+            return iter(())
+        return iter(
+            self._tokenizer.batch_decode(generated, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        )
+
+    def preview(self, prompt: RenderedPrompt, cut_ids: list[int] | None = None) -> str:
+        """The prompt as the model will read it. cut_ids: what is left of it, if it was cut."""
+        if cut_ids is None and prompt.text is not None:
+            return prompt.text
+        return str(self._tokenizer.decode(cut_ids or prompt.ids or []))
 
     def _one_bos(self, ids: list[int]) -> list[int]:
         """Text that spells the BOS token out, as a template may, is not given a second one."""
@@ -239,10 +275,11 @@ class Prompter:
         if kind == "prompt_ids":
             return None, checked_ids(values[column], self._vocab_size), False
         if kind == "messages":
-            return self._chat_text(checked_messages(values[column], column)), None, True
+            messages = checked_messages(values[column], column, self._source.continue_final_message)
+            return self._chat_text(messages, values), None, True
         text = self._templated(values) if self._template else checked_text(values[column], column)
         if self._source.chat:
-            return self._chat_text([{"role": "user", "content": text}]), None, True
+            return self._chat_text([{"role": "user", "content": text}], values), None, True
         return text, None, False
 
     def _templated(self, values: dict[str, Any]) -> str:
@@ -255,27 +292,11 @@ class Prompter:
             raise RowError(f"--template: {error or type(error).__name__}") from error
         return checked_text(text, "template")
 
-    def _chat_text(self, messages: list[dict[str, Any]]) -> str:
+    def _chat_text(self, messages: list[dict[str, Any]], values: dict[str, Any]) -> str:
+        tools = checked_tools(values[TOOLS_COLUMN], TOOLS_COLUMN) if self._source.has_tools else None
         if self._source.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._source.system_prompt}, *messages]
-        if not self._tokenizer.chat_template:
-            raise RowError("this model has no chat template, which messages need")
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._chat_kwargs
-            )
-        except Exception as error:
-            raise RowError(f"chat template: {error or type(error).__name__}") from error
-        return checked_text(text, "chat template")
-
-    def _row_params(self, values: dict[str, Any]) -> tuple[SamplingParams, int | None]:
-        """The row's own options over the job's."""
-        own = {name: values[name] for name in OPTION_COLUMNS if values.get(name) is not None}
-        seed = own.pop("seed", None)
-        if seed is not None:
-            seed = whole_number("seed", seed)
-        merged = {name: own.get(name, getattr(self._defaults, name)) for name in OPTION_COLUMNS if name != "seed"}
-        return checked_params(**merged), seed
+        return self._chat.render(messages, tools)
 
 
 def row_key(digest: bytes, occurrence: int) -> bytes:
@@ -288,23 +309,6 @@ def draw_seed(job_seed: int, row_seed: int | None, key: bytes, sample_index: int
     origin = ["row", row_seed] if row_seed is not None else ["job", job_seed, key.hex()]
     material = json.dumps([*origin, sample_index]).encode()
     return int.from_bytes(hashlib.blake2b(material, digest_size=8).digest(), "little")
-
-
-def prints_the_date(chat_template: str) -> bool:
-    return "strftime_now" in chat_template
-
-
-def _frozen_date(chat_template: str, today: datetime.date) -> dict[str, Any]:
-    """Arguments that give a chat template the job's date, so that a job that runs past midnight keeps its prompts.
-
-    Templates ask for the date by calling strftime_now. Functions cannot be handed to one, so a macro of that name, over
-    a table of what each directive gives, goes ahead of the template.
-    """
-    if not prints_the_date(chat_template):
-        return {}
-    moment = datetime.datetime.combine(today, datetime.time())
-    table = {f"%{code}": moment.strftime(f"%{code}") for code in STRFTIME_DIRECTIVES}
-    return {"chat_template": STRFTIME_MACRO + chat_template, "cbgen_date": table}
 
 
 def _environment() -> jinja2.Environment:
@@ -326,4 +330,19 @@ def row_digest(*parts: Any) -> bytes:
 
 
 def _jsonable(values: dict[str, Any]) -> str:
-    return json.dumps(values, sort_keys=True, default=str)
+    return json.dumps(_alike(values), sort_keys=True, default=str)
+
+
+def _alike(value: Any, depth: int = 0) -> Any:
+    """A value as it is in every format: tables widen numbers, pad objects with null, and hold as its JSON what has no
+    type in common with other rows. As deep as rows are told apart by."""
+    if isinstance(value, str) and value[:1] in ("[", "{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value) if abs(value) < 2**53 else value
+    if not isinstance(value, dict | list) or depth == MOST_DEPTH_TOLD:
+        return value if not isinstance(value, dict | list) else type(value).__name__
+    if isinstance(value, dict):
+        return {key: _alike(item, depth + 1) for key, item in value.items() if item is not None}
+    return [_alike(item, depth + 1) for item in value]

@@ -1,36 +1,10 @@
 """Values of a row, checked: what is of the wrong type or out of range raises RowError with the column and the value."""
 
-import math
+import json
 from typing import Any
 
-from cbgen.engine.requests import SamplingParams
+from cbgen.data.python_values import without_nulls
 from cbgen.errors import RowError
-
-LARGEST_NUMBER = 2**64
-# No vocabulary is larger; a tensor of the sampler holds it.
-LARGEST_TOP_K = 2**31
-
-
-def checked_params(max_tokens: Any, temperature: Any, top_p: Any, top_k: Any, ignore_eos: Any) -> SamplingParams:
-    """Sampling parameters in range, or RowError with the one that is not. top_k -1 means off, as 0 does."""
-    if not isinstance(ignore_eos, bool):
-        raise RowError(f"ignore_eos is {ignore_eos!r}, true or false is expected")
-    params = SamplingParams(
-        max_tokens=whole_number("max_tokens", max_tokens),
-        temperature=_number("temperature", temperature),
-        top_p=_number("top_p", top_p),
-        top_k=min(max(0, whole_number("top_k", top_k)), LARGEST_TOP_K),
-        ignore_eos=ignore_eos,
-    )
-    for name, ok, expected in (
-        ("max_tokens", params.max_tokens >= 1, "at least 1"),
-        ("temperature", params.temperature >= 0, "0 or more"),
-        ("top_p", 0 < params.top_p <= 1, "more than 0 and at most 1"),
-        ("top_k", top_k >= -1, "0 (off) or more"),
-    ):
-        if not ok:
-            raise RowError(f"{name} is {getattr(params, name) if name != 'top_k' else top_k}, {expected} is expected")
-    return params
 
 
 def checked_id(value: Any, column: str) -> str | int:
@@ -60,23 +34,73 @@ def checked_ids(value: Any, vocabulary: int) -> list[int]:
     return value
 
 
-def checked_messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """Messages as a template wants them: keys that Arrow padded with null are dropped, lists of text parts joined."""
+def checked_messages(value: Any, column: str, may_continue: bool = False) -> list[dict[str, Any]]:
+    """Messages as a template wants them: keys that Arrow padded with null are dropped, lists of text parts joined.
+
+    The JSON of a list is as good, which a table holds where messages have no common type. may_continue: whether the
+    last one may be the assistant's.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _parsed(value, column)
     if not isinstance(value, list) or not value:
         raise RowError(f"{column} is {_kind(value)}, a list of messages is expected")
     messages = []
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RowError(f"{column}: every message needs a role and a content")
-        kept = {name: item for name, item in message.items() if item is not None}
+        kept = _without_padding(message, column)
         if isinstance(kept.get("content"), list):
             kept["content"] = _joined_parts(kept["content"], column)
-        if not isinstance(kept.get("content"), str) and "tool_calls" not in kept:
+        is_call = "content" not in kept and kept.get("tool_calls")
+        if is_call:
+            kept["content"] = ""  # as OpenAI's null: many templates add to it, whatever else is there
+        if not isinstance(kept.get("content"), str):
             raise RowError(f"{column}: the content of a {message['role']} message is not a text")
+        others = {name: item for name, item in kept.items() if not isinstance(item, str)}
+        _check_is_json(others, f"{column}: a {message['role']} message")
         messages.append(kept)
-    if messages[-1]["role"] == "assistant":
-        raise RowError(f"{column}: the last message is the assistant's, so there is nothing to answer")
+    if messages[-1]["role"] == "assistant" and not may_continue:
+        raise RowError(
+            f"{column}: the last message is the assistant's, so there is nothing to answer; --continue-final-message "
+            "goes on with it"
+        )
     return messages
+
+
+def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
+    """Tools as a template wants them, from a list of objects or its JSON, and without what Arrow pads; None: none."""
+    value = _without_padding(_parsed(value or "null", column) if isinstance(value, str) else value, column)
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list):
+        raise RowError(f"{column} is {_kind(value)}, a list of objects is expected")
+    for tool in value:
+        if not isinstance(tool, dict) or not tool:
+            raise RowError(f"{column} holds {_kind(tool)}, objects that describe a tool each are expected")
+        _check_is_json(tool, column)
+    return value
+
+
+def _parsed(text: str, column: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{column} is not valid JSON: {error}") from error
+
+
+def _without_padding(value: Any, column: str) -> Any:
+    try:
+        return without_nulls(value)
+    except RecursionError as error:
+        raise RowError(f"{column} is nested too deep") from error
+
+
+def _check_is_json(value: Any, what: str) -> None:
+    """Of what else there is in Parquet, such as times, transformers would show a template the type only."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RowError(f"{what} cannot be written as JSON: {error}") from error
 
 
 def _joined_parts(parts: list[Any], column: str) -> str:
@@ -86,23 +110,9 @@ def _joined_parts(parts: list[Any], column: str) -> str:
     return "".join(text for text in texts if text is not None)
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RowError(f"{name} is {value!r}, a number is expected")
-    if abs(value) >= LARGEST_NUMBER or not math.isfinite(value):
-        raise RowError(f"{name} is {str(value)[:20]}, a number below 2**64 is expected")
-    return float(value)
-
-
-def whole_number(name: str, value: Any) -> int:
-    if _number(name, value) != int(value):
-        raise RowError(f"{name} is {value!r}, a whole number is expected")
-    return int(value)
-
-
 def _kind(value: Any) -> str:
     """What a value of the wrong type is, in words, with its beginning."""
-    if value is None or value == []:
+    if value is None or (isinstance(value, list) and not value):
         return "null" if value is None else "empty"
     names = {
         bool: "a truth value",

@@ -8,7 +8,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from cbgen.data.rows import KEY_BYTES, PromptRow
-from cbgen.engine.requests import SamplingParams
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.errors import UsageError
 from cbgen.models.tiny_random import BOS, EOS, build_tokenizer
 from cbgen.prompting import FailedPrompt, Prompter, RenderedPrompt, draw_seed, resolve_source, row_key
@@ -277,7 +277,7 @@ def test_a_chat_template_gets_the_jobs_date() -> None:
 
 def test_a_chat_template_gets_the_jobs_arguments() -> None:
     """What the user gives for the template reaches it as it is."""
-    given = {"enable_thinking": False, "tools": None, "depth": [1, {"a": "b"}]}
+    given = {"enable_thinking": False, "depth": [1, {"a": "b"}]}
     template = "{{ enable_thinking }} {{ depth[1].a }}"
     assert text({"messages": [USER]}, chat_template=template, chat_template_kwargs=given) == "False b"
 
@@ -407,7 +407,7 @@ def test_a_rows_own_seed_is_kept_apart(given: Any, seed: int | None) -> None:
     """No seed is not the same as seed 0."""
     prompt = render({"prompt": "hi", "seed": given})
     assert isinstance(prompt, RenderedPrompt)
-    assert prompt.seed == seed
+    assert prompt.params.seed == seed
 
 
 # Names and draws

@@ -84,3 +84,10 @@ def _time_value(scalar: pa.Scalar) -> timedelta | str:
 def _as_text(column: pa.Array) -> pa.Array:
     """Dates and times in ISO form."""
     return pc.replace_substring(column.cast(pa.string()), " ", "T")
+
+
+def without_nulls(value: Any) -> Any:
+    """A value of JSON's kind without the keys that are null, in any depth: Arrow pads objects with those they lack."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
