@@ -24,7 +24,10 @@ class BatchFound:
 
 
 def read_batch(answers: Path, errors: Path, requests: Iterable[PromptRow], num_requests: int) -> BatchFound:
-    """Reads both files whole. requests: so many are covered; empty if they cannot be had. Raises InputError."""
+    """Reads both files whole. Raises InputError.
+
+    requests: with the columns ID_COLUMN and n, of which so many are covered; empty if they cannot be had.
+    """
     found = BatchFound()
     ok, failed = _Lines(answers, "response", found.problems), _Lines(errors, "error", found.problems)
     for request in islice(requests, num_requests):
@@ -33,6 +36,8 @@ def read_batch(answers: Path, errors: Path, requests: Iterable[PromptRow], num_r
         if line is None:
             found.out_of_order = [f"request {request.index + 1}, {own_id!r}, is not at its place in either file"]
             break
+        if line is ok:
+            ok.check_choices(request.values["n"] or 1)
         line.next()
     else:
         if requests and (ok.head or failed.head):
@@ -58,8 +63,22 @@ class _Lines:
             return
         self._count += 1
         filled = [name for name in ("response", "error") if self.head.get(name) is not None]
-        if (list(self.head) != LINE_KEYS or filled != [self._wanted]) and not self._problems:
-            self._problems.append(f"{self._path}, line {self._count}: is no line with a {self._wanted}")
+        if list(self.head) != LINE_KEYS or filled != [self._wanted]:
+            self._tell(f"is no line with a {self._wanted}")
+
+    def check_choices(self, num_samples: Any) -> None:
+        """Whether the next line, an answer, has as many choices as its request asks for, in order."""
+        assert self.head is not None
+        try:
+            indices = [choice["index"] for choice in self.head["response"]["body"]["choices"]]
+        except (KeyError, TypeError):
+            indices = []
+        if len(indices) != num_samples or indices != list(range(len(indices))):
+            self._tell(f"has the choices {indices}, in order {num_samples} are expected")
+
+    def _tell(self, problem: str) -> None:
+        if not self._problems:
+            self._problems.append(f"{self._path}, line {self._count}: {problem}")
 
     def read_on(self) -> int:
         """To the end; how many lines there are."""

@@ -119,7 +119,7 @@ def test_bodies_override_the_command_line(tmp_path: Path) -> None:
 def test_bad_lines_go_to_the_error_file(tmp_path: Path) -> None:
     """Both files are in input order, together they have every line, and each failure says why; exit code 3."""
     bad: list[tuple[Any, str]] = [
-        (chat("b0", stop=["x"]), "stop is"),
+        (chat("b0", stream=True), "stream is"),
         (completion("b1", ["a", "b"]), "list of 2 prompts"),
         (completion("b2", [72, 999]), "999"),
         (completion("b3", ""), "prompt is empty"),
@@ -193,6 +193,7 @@ def test_a_model_without_chat_template(tmp_path: Path) -> None:
         (("--system-prompt", "x"), "--system-prompt:"),
         (("--output-prefix", "x"), "--output-prefix:"),
         (("--output-token-ids",), "--output-token-ids:"),
+        (("--row-options", "none"), "--row-options:"),
         (("--dataset", "x"), "--dataset:"),
         (("--shard-index", 0, "--shard-count", 2), "shards"),
         (("--out", "out.parquet"), "one .jsonl file"),
@@ -237,7 +238,7 @@ def test_an_error_file_of_ones_own(tmp_path: Path) -> None:
 
 def test_an_empty_error_file_replaces_an_old_one(tmp_path: Path) -> None:
     """What failed in an earlier run of the same name is not taken for this one's."""
-    source, out = write_jsonl(tmp_path / "in.jsonl", [chat("a", n=2), chat("b")]), tmp_path / "out.jsonl"
+    source, out = write_jsonl(tmp_path / "in.jsonl", [chat("a", stream=True), chat("b")]), tmp_path / "out.jsonl"
     assert len(run_batch(source, out, code=3)[1]) == 1
     write_jsonl(source, [chat("a"), chat("b")])
     answers, errors = run_batch(source, out, "--resume", "never")
@@ -248,7 +249,7 @@ def batch_of(count: int) -> list[dict[str, Any]]:
     """Chats and completions in turn, every seventh line bad."""
     lines = []
     for number in range(count):
-        extra = {"n": 2} if number % 7 == 3 else {"temperature": 0.8}
+        extra = {"stream": True} if number % 7 == 3 else {"temperature": 0.8}
         make = chat if number % 2 else completion
         lines.append(make(f"r{number}", f"Question {number}?", max_tokens=24, **extra))
     return lines
@@ -304,8 +305,10 @@ def test_a_finished_batch_goes_on(tmp_path: Path) -> None:
     source, out = write_jsonl(tmp_path / "in.jsonl", batch_of(5)), tmp_path / "out.jsonl"
     answers, errors = run_batch(source, out, code=3)
     assert "is complete: 4 rows ok, 1 failed" in refusal(source, out, code=3)
+    before = out.read_bytes()
     write_jsonl(source, batch_of(6))
     more, same_errors = run_batch(source, out, code=3)
+    assert out.read_bytes().startswith(before)
     assert more[: len(answers)] == answers
     assert len(more) == len(answers) + 1
     assert same_errors == errors

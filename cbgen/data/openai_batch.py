@@ -1,15 +1,15 @@
 """Lines of an OpenAI batch as rows: what each request asks for, in the columns that the rest of cbgen knows.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 9}}
-    {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "text, or token ids"}}
+    {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "text, or token ids", "n": 2}}
 
-A row has one of messages, prompt and prompt_ids, as its url says. What a body leaves out, or gives as null, is as for
-every job: the command line's value, or else the model's generation config, or else greedy. OpenAI's own defaults
+A row has one of messages, prompt and prompt_ids, as its url says, and may have every parameter that rows have (see
+openai_body for what OpenAI and vLLM call them) and tools. What a body leaves out, or gives as null, is as for every
+job: the command line's value, or else the model's generation config, or else greedy. OpenAI's own defaults
 (temperature 1, 16 tokens for /v1/completions) are not taken over. A line that cannot be followed to the letter is an
 error row: nothing that would change the result is passed over.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,38 +17,13 @@ from typing import Any
 import pyarrow as pa
 
 from cbgen.data.jsonl import JsonlFile, parse_line
+from cbgen.data.openai_body import OPTIONS, PROMPT_FIELDS, body_columns, shown
 from cbgen.data.origins import PARQUET_SUFFIXES, Origin, checked_suffix
 from cbgen.data.readers import Input, open_input
 from cbgen.errors import RowError, UsageError
 
 ID_COLUMN = "custom_id"
-CHAT_URL = "/v1/chat/completions"
-PROMPT_FIELDS = {CHAT_URL: "messages", "/v1/completions": "prompt"}
-OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
-COLUMNS = (ID_COLUMN, "model", "messages", "prompt", "prompt_ids", *OPTIONS)
-# They say nothing about the result. parallel_tool_calls is about tools, which are refused by themselves.
-WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "parallel_tool_calls"}
-# Not supported, but for the value that changes nothing.
-HARMLESS_VALUES: dict[str, Any] = {
-    "n": 1,
-    "best_of": 1,
-    "stream": False,
-    "echo": False,
-    "stop": [],
-    "suffix": "",
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "logit_bias": {},
-    "logprobs": False,
-    "top_logprobs": 0,
-    "response_format": {"type": "text"},
-    "tools": [],
-    "tool_choice": "none",
-}
-ADVICE = {
-    "n": "a request has one choice here; give it a line for each",
-    "stream": "a batch is not streamed; leave it out",
-}
+COLUMNS = (ID_COLUMN, "model", "messages", "prompt", "prompt_ids", "tools", *OPTIONS)
 
 
 class BatchFile(JsonlFile):
@@ -67,7 +42,7 @@ class BatchFile(JsonlFile):
             if isinstance(own_id, str):
                 yield *_row(own_id, values), len(line)
             else:  # nothing else tells which request it is
-                error = error or f"custom_id is {_shown(own_id)}, a text that names the request is expected"
+                error = error or f"custom_id is {shown(own_id)}, a text that names the request is expected"
                 yield {}, f"{self.origin.label}, line {number}: {error}", len(line)
 
 
@@ -98,47 +73,24 @@ def request_columns(line: dict[str, Any]) -> dict[str, Any]:
     """What a line asks for, by name of column. Raises RowError with all that cannot be done."""
     url, body = line.get("url"), line.get("body")
     if line.get("method") != "POST":
-        raise RowError(f"method is {_shown(line.get('method'))}, POST is expected")
+        raise RowError(f"method is {shown(line.get('method'))}, POST is expected")
     if not isinstance(url, str) or url not in PROMPT_FIELDS:
-        raise RowError(f"url is {_shown(url)}, {' or '.join(PROMPT_FIELDS)} is expected")
+        raise RowError(f"url is {shown(url)}, {' or '.join(PROMPT_FIELDS)} is expected")
     if not isinstance(body, dict):
-        raise RowError(f"body is {_shown(body)}, an object is expected")
+        raise RowError(f"body is {shown(body)}, an object is expected")
     given = {name: value for name, value in body.items() if value is not None}
-    field = PROMPT_FIELDS[url]
-    if refusals := list(_refusals(given, field, url)):
-        raise RowError("; ".join(refusals))
+    field, columns = PROMPT_FIELDS[url], body_columns(given, url)
     if field not in given:
         raise RowError(f"body has no {field}, which {url} needs")
-    columns = {name: given[name] for name in ("model", *OPTIONS) if name in given}
-    if "max_completion_tokens" in given:
-        columns["max_tokens"] = given["max_completion_tokens"]
-    return {**columns, **_prompt_column(field, given[field])}
+    own_model = {"model": given["model"]} if "model" in given else {}
+    return {**own_model, **columns, **_prompt_column(field, given[field])}
 
 
 def _prompt_column(field: str, value: Any) -> dict[str, Any]:
     if field == "messages" or not isinstance(value, list):
         return {field: value}
+    if len(value) == 1 and isinstance(value[0], str | list):
+        return _prompt_column(field, value[0])
     if any(isinstance(item, str | list) for item in value):
         raise RowError(f"prompt is a list of {len(value)} prompts; give each a line of its own")
     return {"prompt_ids": value}
-
-
-def _refusals(given: dict[str, Any], field: str, url: str) -> Iterator[str]:
-    """Each parameter that asks for what there is not, and why."""
-    if not isinstance(given.get("model", ""), str):
-        yield f"model is {_shown(given['model'])}, a text is expected"
-    followed = {"model", field, "max_completion_tokens", *OPTIONS, *WITHOUT_EFFECT}
-    for name, value in given.items():
-        if name not in followed and name not in HARMLESS_VALUES:
-            yield f"{name}: is no parameter of {url} that cbgen knows"
-        elif name in HARMLESS_VALUES and not _equal(value, HARMLESS_VALUES[name]):
-            yield f"{name} is {_shown(value)}: {ADVICE.get(name, 'not supported yet')}"
-
-
-def _equal(value: Any, other: Any) -> bool:
-    """As JSON has it: false is not 0."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _shown(value: Any) -> str:
-    return "missing" if value is None else json.dumps(value, ensure_ascii=False)[:60]

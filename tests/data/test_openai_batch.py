@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from job_harness import write_jsonl
 
-from cbgen.data.openai_batch import CHAT_URL, COLUMNS, open_batch, request_columns
+from cbgen.data.openai_batch import COLUMNS, open_batch, request_columns
+from cbgen.data.openai_body import CHAT_URL, OPTIONS
 from cbgen.data.rows import PromptRow
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.errors import RowError, UsageError
+from cbgen.row_params import OPTION_COLUMNS
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 COMPLETIONS_URL = "/v1/completions"
@@ -47,65 +50,220 @@ def test_url_chooses_the_prompt() -> None:
     assert request_columns(completion(prompt=[1, 2])) == {"prompt_ids": [1, 2]}
 
 
-def test_parameters_become_columns() -> None:
-    """Those that cbgen knows, as they are; max_completion_tokens wins over max_tokens; null is absent."""
-    known = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "seed": 7, "ignore_eos": True, "model": "m"}
-    assert request_columns(chat(max_tokens=4, **known)) == {"messages": MESSAGES, "max_tokens": 4, **known}
-    assert request_columns(chat(max_tokens=4, max_completion_tokens=6))["max_tokens"] == 6
-    assert request_columns(chat(max_tokens=4, max_completion_tokens=None))["max_tokens"] == 4
-    assert request_columns(chat(stop=None, temperature=None, nonsense=None)) == {"messages": MESSAGES}
+def asked(line: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a line beside its prompt."""
+    columns = request_columns(line)
+    for name in ("messages", "prompt"):
+        columns.pop(name, None)
+    return columns
+
+
+PLAIN = {
+    "max_tokens": 4,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 3,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "logit_bias": {"5": 1},
+    "bad_words": ["x"],
+    "stop": ["a", "b"],
+    "stop_token_ids": [7],
+    "include_stop": True,
+    "min_tokens": 2,
+    "ignore_eos": True,
+    "n": 3,
+    "seed": 7,
+    "prompt_logprobs": 1,
+    "skip_special_tokens": False,
+}
+FORMS = {"json_schema": '{"type": "object"}', "regex": "a+", "choice": ["a", "b"], "grammar": "start: A"}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [None, "é"]}, "b": {"const": None}}}
+
+
+def test_every_parameter_of_rows_can_be_given() -> None:
+    """Under its own name it is the column of that name, for both urls, with the values that every row's check takes."""
+    assert OPTIONS == OPTION_COLUMNS
+    assert {*PLAIN, *FORMS, "logprobs"} == set(OPTIONS)
+    for make in (chat, completion):
+        assert asked(make(model="m", **PLAIN)) == {"model": "m", **PLAIN}
+        for name, value in FORMS.items():
+            assert asked(make(**{name: value})) == {name: value}
+            SamplingParams(**asked(make(**{name: value})))
+        SamplingParams(**asked(make(**PLAIN)))
+
+
+def test_null_is_not_given() -> None:
+    """Whatever the parameter, and in the fields of those that have some."""
+    assert asked(chat(**dict.fromkeys([*PLAIN, *FORMS, "logprobs", "tools", "response_format", "nonsense"]))) == {}
+    assert asked(chat(response_format={"type": "text", "json_schema": None})) == {}
+    assert asked(chat(structured_outputs={"regex": None, "choice": ["a"]})) == {"choice": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("body", "columns"),
+    [
+        ({"max_completion_tokens": 6}, {"max_tokens": 6}),
+        ({"max_completion_tokens": 6, "max_tokens": 4}, {"max_tokens": 6}),
+        ({"max_completion_tokens": None, "max_tokens": 4}, {"max_tokens": 4}),
+        ({"include_stop_str_in_output": True}, {"include_stop": True}),
+        ({"stop": "\n"}, {"stop": "\n"}),
+        ({"n": 2, "best_of": 2}, {"n": 2}),
+        ({"best_of": 1}, {}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
+        ({"guided_json": {"type": "array"}}, {"json_schema": '{"type": "array"}'}),
+        ({"guided_json": '{"type": "array"}'}, {"json_schema": '{"type": "array"}'}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a"]}, {"choice": ["a"]}),
+        ({"guided_grammar": "start: A"}, {"grammar": "start: A"}),
+        ({"structured_outputs": {"json": {"type": "array"}}}, {"json_schema": '{"type": "array"}'}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a"]}}, {"choice": ["a"]}),
+        ({"structured_outputs": {"grammar": "start: A"}}, {"grammar": "start: A"}),
+        ({"structured_outputs": {"json_object": True}}, {"json_schema": '{"type": "object"}'}),
+        ({"structured_outputs": {"json_object": False, "regex": "a"}}, {"regex": "a"}),
+    ],
+)
+def test_other_names(body: dict[str, Any], columns: dict[str, Any]) -> None:
+    """What OpenAI and vLLM call otherwise, for both urls."""
+    assert asked(chat(**body)) == columns
+    assert asked(completion(**body)) == columns
+
+
+def test_a_response_format_with_a_schema() -> None:
+    """The schema as it is written, with every null that it holds."""
+    described = {"name": "answer", "description": "one", "strict": True, "schema": SCHEMA}
+    columns = asked(chat(response_format={"type": "json_schema", "json_schema": described}))
+    assert columns.keys() == {"json_schema"}
+    assert json.loads(columns["json_schema"]) == SCHEMA
+
+
+def test_logprobs() -> None:
+    """A chat says whether, and how many beside it; a completion says how many."""
+    assert asked(chat(logprobs=True)) == {"logprobs": 0}
+    assert asked(chat(logprobs=True, top_logprobs=5)) == {"logprobs": 5}
+    assert asked(chat(logprobs=False, top_logprobs=0)) == {}
+    assert asked(completion(logprobs=0)) == {"logprobs": 0}
+    assert asked(completion(logprobs=5)) == {"logprobs": 5}
+    assert asked(completion(logprobs=False, top_logprobs=0)) == {}
+
+
+def test_tools() -> None:
+    """They are passed on, unless the request itself has them left out."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert asked(chat(tools=tools)) == asked(chat(tools=tools, tool_choice="auto")) == {"tools": tools}
+    assert asked(chat(tools=tools, parallel_tool_calls=True)) == {"tools": tools}
+    assert asked(chat(tools=tools, tool_choice="none", parallel_tool_calls=False)) == {}
+    assert asked(chat(tools=[], tool_choice="auto")) == {}
+    assert asked(completion(tools=[], tool_choice="none")) == {}
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        {"n": 1, "best_of": 1, "stream": False, "echo": False, "suffix": ""},
-        {"stop": [], "logit_bias": {}, "tools": [], "tool_choice": "none", "parallel_tool_calls": True},
-        {"frequency_penalty": 0, "presence_penalty": 0.0, "logprobs": False, "top_logprobs": 0},
-        {"response_format": {"type": "text"}},
-        {"user": "u", "metadata": {"a": 1}, "store": True, "service_tier": "flex"},
+        {"stream": False, "echo": False, "suffix": "", "parallel_tool_calls": False},
+        {"add_generation_prompt": True, "continue_final_message": False, "length_penalty": 1.0},
+        {"use_beam_search": False, "spaces_between_special_tokens": True},
+        {"user": "u", "metadata": {"a": 1}, "store": True, "service_tier": "flex", "safety_identifier": "u"},
+        {"priority": 3, "request_id": "r", "cache_salt": "s", "prompt_cache_key": "k"},
     ],
 )
 def test_parameters_without_effect_are_passed_over(body: dict[str, Any]) -> None:
     """A value that changes nothing is no reason to refuse a request."""
-    assert request_columns(chat(**body)) == {"messages": MESSAGES}
+    assert asked(chat(**body)) == asked(completion(**body)) == {}
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
-        ("n", True),
         ("stream", True),
-        ("stop", "\n"),
-        ("stop", ["a"]),
-        ("frequency_penalty", 0.1),
-        ("presence_penalty", -1),
-        ("logit_bias", {"5": 1}),
-        ("logprobs", True),
-        ("logprobs", 0),
-        ("top_logprobs", 2),
-        ("response_format", {"type": "json_object"}),
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "auto"),
-        ("best_of", 3),
         ("echo", True),
+        ("echo", 0),
         ("suffix", "end"),
-        ("min_p", 0.1),
-        ("prompt", "of another url"),
+        ("best_of", 3),
+        ("best_of", True),
+        ("add_generation_prompt", False),
+        ("continue_final_message", True),
+        ("use_beam_search", True),
+        ("length_penalty", 2),
+        ("truncate_prompt_tokens", 8),
+        ("reasoning_effort", "low"),
         ("model", 3),
+        ("response_format", "json"),
+        ("response_format", {}),
+        ("response_format", {"type": "xml"}),
+        ("response_format", {"type": ["text"]}),
+        ("response_format", {"type": "text", "more": 1}),
+        ("response_format", {"type": "json_object", "json_schema": {"schema": SCHEMA}}),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "json_schema", "json_schema": []}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "a"}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": "text"}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": SCHEMA, "mode": 1}}),
+        ("structured_outputs", ["a"]),
+        ("structured_outputs", {"whitespace_pattern": " "}),
+        ("structured_outputs", {"json_object": 1}),
+        ("structured_outputs", {"regex": "a", "choice": ["a"]}),
+        ("guided_whitespace_pattern", " "),
     ],
 )
 def test_parameters_that_cannot_be_followed(name: str, value: Any) -> None:
     """The row's error names the parameter, whether it is known or not."""
     assert reason(chat(**{name: value})).startswith(name)
+    assert reason(completion(**{name: value})).startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (chat(prompt="of another url"), "prompt: is no parameter of /v1/chat/completions"),
+        (chat(logprobs=2), "logprobs is 2, true or false is expected; top_logprobs"),
+        (chat(logprobs=0), "logprobs is 0, true or false"),
+        (chat(top_logprobs=2), "top_logprobs is 2: give logprobs: true"),
+        (chat(logprobs=False, top_logprobs=2), "top_logprobs is 2: give logprobs: true"),
+        (completion(top_logprobs=2), "top_logprobs is 2: is no parameter of /v1/completions"),
+        (chat(tools="all"), 'tools is "all", a list'),
+        (chat(tools=["f"]), "tools is"),
+        (chat(tools=[{}], parallel_tool_calls=False), "parallel_tool_calls is false"),
+        (chat(tool_choice="required"), 'tool_choice is "required": auto or none is expected'),
+        (chat(tool_choice={"type": "function"}), "tool calls are not parsed"),
+        (completion(tools=[{}]), "tools is [{}]: is no parameter"),
+        (completion(tool_choice="auto"), 'tool_choice is "auto": is no parameter'),
+        (chat(n=2, best_of=1), "best_of is 1: only as many as n (2)"),
+        (chat(n=1, best_of=2), "best_of is 2"),
+        (chat(guided_regex="a", regex="b"), "regex and guided_regex: give one of them"),
+        (chat(guided_regex="a", response_format={"type": "json_object"}), "guided_regex and response_format"),
+        (chat(structured_outputs={"regex": "a", "json": {}}), "structured_outputs.json and structured_outputs.regex"),
+    ],
+)
+def test_what_does_not_go_together(line: dict[str, Any], words: str) -> None:
+    """Parameters of the other url, and those that contradict each other or ask for parsed tool calls."""
+    assert words in reason(line)
+
+
+def test_values_are_checked_as_those_of_every_row() -> None:
+    """A value of the wrong type or out of range goes on as it is, to be refused with all others of its kind."""
+    for body in ({"n": 0}, {"stop": 5}, {"logit_bias": [1]}, {"seed": "x"}, {"guided_json": {}}, {"min_p": True}):
+        with pytest.raises(RowError):
+            SamplingParams(**asked(chat(**body)))
+    with pytest.raises(RowError, match="logprobs is 21"):
+        SamplingParams(**asked(chat(logprobs=True, top_logprobs=21)))
 
 
 def test_all_parameters_at_fault_are_named() -> None:
     """One look at the error tells all that is to be changed."""
-    told = reason(completion(stop=["x"], n=3, messages=MESSAGES))
-    assert told.count(";") >= 2
-    assert all(name in told for name in ("stop is", "n is 3: a request has one choice", "messages: is no parameter"))
+    told = reason(completion(stream=True, best_of=3, messages=MESSAGES, response_format=1))
+    assert told.count("; ") >= 4
+    parts = (
+        "stream is true: a batch is not streamed",
+        "best_of is 3",
+        "messages: is no parameter",
+        "response_format is",
+    )
+    assert all(part in told for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +292,7 @@ def test_rows_have_every_column(tmp_path: Path) -> None:
     lines = [
         json.dumps({"custom_id": "a", **chat(max_tokens=3)}),
         "",
-        json.dumps({"custom_id": "b", **chat(stop=["x"])}),
+        json.dumps({"custom_id": "b", **chat(stream=True)}),
         json.dumps(chat()),
         json.dumps({"custom_id": 5, **chat()}),
         '{"custom_id": "c", "method"',
@@ -148,7 +306,7 @@ def test_rows_have_every_column(tmp_path: Path) -> None:
     assert [row.values["custom_id"] for row in rows] == ["a", "b", None, None, None, None, "d"]
     assert (rows[0].values["messages"], rows[0].values["max_tokens"], rows[0].error) == (MESSAGES, 3, None)
     assert rows[6].values["prompt_ids"] == [1]
-    assert str(rows[1].error).startswith("stop is")
+    assert str(rows[1].error).startswith("stream is")
     for row, line, words in zip(rows[2:6], (4, 5, 6, 7), ("missing", "5, a text", "JSON", "a list"), strict=True):
         assert str(row.error).startswith(f"in.jsonl, line {line}: "), row.error
         assert words in str(row.error)
