@@ -1,6 +1,7 @@
 """All that differs between devices: which one is used, how much memory is free on it, how much was used at most."""
 
 import ctypes
+import gc
 import sys
 from pathlib import Path
 
@@ -64,6 +65,15 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(psutil.virtual_memory().available, container_free_bytes(CGROUP_ROOT, OWN_CGROUP_FILE))
+
+
+def release_unused_memory(device: torch.device) -> None:
+    """What nothing refers to any more counts as free on the device from now on."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
 
 
 def total_memory_bytes(device: torch.device) -> int:
