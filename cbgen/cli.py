@@ -14,7 +14,7 @@ from rich.console import Console
 from cbgen import cli_measure, cli_outputs, options
 from cbgen.cli_app import app, guarded
 from cbgen.errors import EXIT_FATAL, UsageError
-from cbgen.jobspec import SPEC_SUFFIXES, JobSpec, build_spec, read_spec_file
+from cbgen.jobspec import SPEC_SUFFIXES, JobSpec, build_spec, option_name, read_spec_file
 from cbgen.report import print_line
 
 CONTINUE = "what finished is published, and the same command continues the job"
@@ -113,8 +113,9 @@ def _spec(given: dict[str, Any]) -> JobSpec:
         if len(inputs) > 1:
             raise UsageError("a job spec stands alone: give its input in the spec, or the files without it")
         given = {**read_spec_file(Path(inputs[0])), **{name: v for name, v in given.items() if name != "input"}}
-    if isinstance(given.get("chat_template_kwargs"), str):
-        given = {**given, "chat_template_kwargs": _json_object("--chat-template-kwargs", given["chat_template_kwargs"])}
+    for name in ("chat_template_kwargs", "logit_bias"):
+        if isinstance(given.get(name), str):
+            given = {**given, name: _json_object(option_name(name), given[name])}
     return build_spec(given)
 
 
@@ -124,7 +125,7 @@ def _json_object(option: str, text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UsageError(f"{option}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise UsageError(f"{option}: a JSON object is expected, such as '{{\"enable_thinking\": false}}'")
+        raise UsageError(f"{option}: a JSON object is expected, such as '{{\"name\": 1}}'")
     return value
 
 

@@ -3,19 +3,14 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import islice
 
-from cbgen.data.rows import OutputRow
+from cbgen.data.rows import OutputRow, lots_of
 from cbgen.data.writers import PartWriter
-from cbgen.duplicates import Duplicates, RowTag
-from cbgen.engine.metrics import request_times
-from cbgen.engine.requests import FinishReason, RequestState
-from cbgen.prompting import Prompter
+from cbgen.duplicates import Duplicates
+from cbgen.engine.requests import RequestState
+from cbgen.output_rows import OutputRows, for_row
 
 COLLECT_ROWS_AHEAD = 4096
-# Output rows are handed to the writer in lots of this size: one request may have many.
-WRITE_ROWS = 1024
 POLL_S = 0.2
 
 
@@ -28,7 +23,7 @@ class Collector:
 
     def __init__(
         self,
-        prompter: Prompter,
+        output_rows: OutputRows,
         writer: PartWriter,
         duplicates: Duplicates,
         give_up: Callable[[], bool] = lambda: False,
@@ -36,7 +31,7 @@ class Collector:
         self.num_ok = 0
         self.num_failed = 0
         self.num_deduplicated = 0
-        self._prompter = prompter
+        self._output_rows = output_rows
         self._writer = writer
         self._duplicates = duplicates
         self._give_up = give_up
@@ -74,7 +69,7 @@ class Collector:
         try:
             while (items := self._next_items()) is not None:
                 rows = self._rows(items)
-                while lot := list(islice(rows, WRITE_ROWS)):
+                for lot in lots_of(rows):
                     self._write(lot)
                 self._writer.flush_if_due()
             self._writer.flush()
@@ -98,58 +93,14 @@ class Collector:
     def _rows(self, items: list[RequestState | OutputRow]) -> Iterator[OutputRow]:
         """The failed rows among the items, and a row for everyone who gets a request's result."""
         requests = [item for item in items if isinstance(item, RequestState)]
-        texts = self._prompter.decode([_text_ids(request) for request in requests])
         yield from (item for item in items if isinstance(item, OutputRow))
-        for request, text in zip(requests, texts, strict=True):
-            first, *others = self._duplicates.settle(request.tag)
-            self.num_deduplicated += len(others)
-            row = _output_row(request, first, text)
-            yield row
-            yield from (replace(row, key=o.key, index=o.index, sample_index=o.sample_index) for o in others)
+        for request, row in zip(requests, self._output_rows.of(requests), strict=True):
+            tags = self._duplicates.settle(request.tag)
+            self.num_deduplicated += len(tags) - 1
+            yield from (for_row(row, tag) for tag in tags)
 
     def _write(self, rows: list[OutputRow]) -> None:
         failed = sum(row.error is not None for row in rows)
         self.num_failed += failed
         self.num_ok += len(rows) - failed
         self._writer.add(rows)
-
-
-def _text_ids(request: RequestState) -> list[int]:
-    """The generated ids that make the text: an end-of-sequence token is none of it, whether marked special or not."""
-    return request.generated_ids[:-1] if request.finish_reason is FinishReason.STOP else request.generated_ids
-
-
-def _output_row(request: RequestState, tag: RowTag, text: str) -> OutputRow:
-    times = request_times(request)
-    failed = request.finish_reason is FinishReason.ERROR
-    assert request.finish_reason is not None
-    return OutputRow(
-        key=tag.key,
-        index=tag.index,
-        sample_index=tag.sample_index,
-        completion=None if failed else text,
-        finish_reason=request.finish_reason.value,
-        error=request.error,
-        prompt_tokens=request.num_prompt_tokens,
-        completion_tokens=0 if failed else request.num_generated_tokens,
-        completion_ids=[] if failed else request.generated_ids,
-        queue_s=times.queue_s,
-        prefill_s=times.prefill_s,
-        decode_s=times.decode_s,
-        ttft_s=times.ttft_s,
-        tpot_s=times.tpot_s,
-        arrival_time=times.arrival_time,
-        finish_time=times.finish_time,
-    )
-
-
-def failed_row(tag: RowTag, error: str) -> OutputRow:
-    """The result of a row that never became a request: no tokens, no times."""
-    return OutputRow(
-        key=tag.key,
-        index=tag.index,
-        sample_index=tag.sample_index,
-        completion=None,
-        finish_reason=FinishReason.ERROR.value,
-        error=error,
-    )

@@ -3,23 +3,29 @@
 import threading
 from dataclasses import dataclass
 
-from cbgen.engine.requests import SamplingParams
+from cbgen.engine.sampling_params import SamplingParams
 
 # Rows that wait for the result of another row's request, at most: some 15 MB. Then no more rows are read until some of
 # them are written, so that an input of nothing but equal rows needs no more memory than another.
 MAX_DUPLICATES = 65_536
 
-# Packed prompt, max_tokens, ignore_eos: all that a greedy result hangs on within a job.
-GenerationKey = tuple[bytes, int, bool]
+# Packed prompt and parameters: all that a greedy result hangs on within a job.
+GenerationKey = tuple[bytes, SamplingParams]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RowTag:
-    """One sample of one row: an output row to be."""
+    """One sample of one row: an output row to be.
+
+    clamped_max_tokens: what the context left of the row's max_tokens, None: all. truncated_prompt_tokens: how many its
+    prompt had more. Rows of unlike lengths may come to share a request, so that these are the row's own.
+    """
 
     key: bytes
     index: int
     sample_index: int
+    clamped_max_tokens: int | None = None
+    truncated_prompt_tokens: int = 0
 
 
 @dataclass
@@ -32,7 +38,7 @@ class Recipients:
 
 def generation_key(packed_ids: bytes, params: SamplingParams) -> GenerationKey | None:
     """Names the result; None for a sampled one, which is drawn for its row alone."""
-    return (packed_ids, params.max_tokens, params.ignore_eos) if params.temperature == 0 else None
+    return (packed_ids, params.without_draws()) if params.is_greedy else None
 
 
 class Duplicates:

@@ -62,7 +62,7 @@ def look_at_output(job: ResolvedJob, folder: PartsFolder) -> Found:
 def manifest_of(job: ResolvedJob, found: Found) -> Manifest:
     """The manifest that this job begins with, if it has none yet."""
     today = datetime.now(timezone.utc).date() if job.spec.date is None else job.spec.date
-    mine = Manifest(job.fingerprint, job.settings, job.rows_total, today)
+    mine = Manifest(job.fingerprint, job.settings, job.rows_total, today, is_estimate=job.is_estimate)
     if found.reopened is None:
         return mine
     began = date.fromisoformat(found.reopened["date"])  # prompts stay what they were

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from cbgen.data.outputs import FOOTER_KEY, FOOTER_KEYS, FolderOutput, JsonlOutput, Output
 from cbgen.data.parquet import READING, batch_sizes
-from cbgen.data.rows import RESULT_SCHEMA, OutputLayout
+from cbgen.data.rows import OPTIONAL_COLUMNS, RESULT_SCHEMA, OutputLayout
 from cbgen.errors import InputError, first_line
 
 RECORDED_KEYS = FOOTER_KEYS | {"input_rows", "rows_total", "generation"}
@@ -50,8 +50,9 @@ def finished_layout(footer: dict[str, Any]) -> OutputLayout:
     names, last = footer["columns"], RESULT_SCHEMA.names[-1]
     prefix = names[-1].removesuffix(last)
     return OutputLayout(
-        num_samples=footer["fingerprint"]["n"],
-        with_token_ids=prefix + "completion_ids" in names,
+        # An output that does not record it is of a time when it did not vary.
+        num_samples=footer.get("num_samples", footer["fingerprint"]["n"]),
+        optional=frozenset(name for name in OPTIONAL_COLUMNS if prefix + name in names),
         prefix=prefix,
         is_shard=footer["fingerprint"]["shard"] is not None,
     )
@@ -80,18 +81,6 @@ def checked_tables(path: Path, columns: list[str] | None = None, share: int = 1)
                     yield pa.Table.from_batches([batch]).replace_schema_metadata(None)
     except _FAILURES as error:
         raise InputError(f"{path}: cannot be read to its end: {first_line(error)}") from error
-
-
-def whole_rows(tables: Iterator[pa.Table], num_samples: int) -> Iterator[pa.Table]:
-    """The same rows, as tables in which each input row has all its samples; what is left over comes last."""
-    rest: list[pa.Table] = []
-    for table in tables:
-        joined = pa.concat_tables([*rest, table])
-        whole = joined.num_rows - joined.num_rows % num_samples
-        if whole:
-            yield joined.slice(0, whole)
-        rest = [joined.slice(whole)] if whole < joined.num_rows else []
-    yield from rest
 
 
 def json_records(path: Path) -> Iterator[dict[str, Any]]:

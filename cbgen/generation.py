@@ -47,7 +47,7 @@ def generate(
             print_resolved(console, _engine_lines(engine, load_s))
             loop = _Loop(job, engine.manager, feeder, collector, stop, num_failed_before)
             feeder.arrange(job.spec.order, engine.config.page_size if engine.manager.cache.shares_blocks else None)
-            with ProgressReporter(console, job.rows_total, loop.snapshot), stop.draining():
+            with ProgressReporter(console, loop.snapshot), stop.draining():
                 loop.run(lambda text: print_line(console, text))
             run = EngineRun(engine, engine.manager.metrics, load_s)
     finally:
@@ -77,6 +77,7 @@ class _Loop:
         self._stop = stop
         self._limit = ErrorLimit(job.spec.max_errors)
         self._num_failed_before = num_failed_before
+        self._num_rows = job.num_rows
         stop.on_ask = feeder.stop
 
     def run(self, notify: Callable[[str], None]) -> None:
@@ -98,6 +99,7 @@ class _Loop:
     def snapshot(self) -> Snapshot:
         metrics = self._manager.metrics
         return Snapshot(
+            rows_total=self._feeder.samples_of(self._num_rows),
             rows_resumed=self._feeder.num_already_done,
             rows_done=self._feeder.num_already_done + self._num_done,
             output_tokens=metrics.output_tokens,
@@ -125,7 +127,18 @@ def _load_engine(job: ResolvedJob, notify: Callable[[str], None]) -> Engine:
         config = with_memory_utilization(
             config, job.spec.gpu_memory_utilization, total_memory_bytes(job.device), free_bytes
         )
-    return build_engine(model, shape, job.model.dtype, config, job.model.eos_token_ids, job.device, free_bytes, notify)
+    return build_engine(
+        model,
+        shape,
+        job.model.dtype,
+        config,
+        job.model.eos_token_ids,
+        job.device,
+        free_bytes,
+        notify,
+        tokenizer=job.model.tokenizer,
+        grammars=job.grammars,
+    )
 
 
 def _engine_lines(engine: Engine, load_s: float) -> dict[str, str]:

@@ -20,8 +20,8 @@ from cbgen.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_TOO_MANY_FAILED, Outp
 from cbgen.finished import look_at_output, manifest_of
 from cbgen.generation import EngineRun, generate
 from cbgen.jobspec import JobSpec
+from cbgen.output_rows import OutputRows
 from cbgen.pipeline import Feeder
-from cbgen.prompting import Prompter
 from cbgen.reopening import reopen
 from cbgen.report import Summary, print_first_prompt, print_line, print_resolved, versions
 from cbgen.resolution import ResolvedJob, resolve_job, resolved_lines, warnings_about
@@ -124,9 +124,7 @@ class JobRun:
         Returns with them how many rows failed in earlier runs and are not tried again.
         """
         job, spec = self._job, self._job.spec
-        prompter = Prompter(
-            job.model.tokenizer, job.prompts, job.defaults, manifest.date, job.model.vocab_size, spec.id_column
-        )
+        prompter = job.prompter(manifest.date)
         if manifest.base == "pending":
             count = reopen(job, self._folder, prompter, self._writer(generation=0))
             manifest = replace(manifest, base="imported")
@@ -135,21 +133,23 @@ class JobRun:
         published = PublishedResults(self._folder, job.rows_total, manifest.retry)
         num_done, num_failed = published.count()
         if num_done:
-            self._print(f"resuming  {num_done} of {job.rows_total} results are there already")
+            total = f"{'about ' if job.is_estimate else ''}{max(num_done, job.rows_total)}"
+            self._print(f"resuming  {num_done} of {total} results are there already")
         if manifest.retry.kinds:
             self._print(f"retrying  {published.num_to_retry} results: {', '.join(manifest.retry.kinds)}")
         elif spec.retry_kinds:
             self._print("warning: --retry has no effect: nothing was generated yet")
         duplicates = Duplicates(self._limits.max_duplicates)
         writer = self._writer(manifest.retry.generation)
-        collector = Collector(prompter, writer, duplicates, give_up=lambda: self._stop.is_overdue)
+        output_rows = OutputRows(prompter, job.model.tokenizer, job.reasoning)
+        collector = Collector(output_rows, writer, duplicates, give_up=lambda: self._stop.is_overdue)
         feeder = Feeder(
             job.source,
             job.columns,
             prompter,
             published=published,
             shard=job.shard,
-            num_samples=spec.n,
+            num_samples=job.layout.num_samples,
             job_seed=spec.seed,
             max_model_len=job.model.max_model_len,
             collector=collector,
@@ -157,6 +157,7 @@ class JobRun:
             deduplicate=spec.deduplicate,
             limits=self._limits,
             on_first_prompt=lambda text: print_first_prompt(self._console, text),
+            truncate_prompt=spec.truncate_prompt,
         )
         return feeder, collector, num_failed
 
@@ -167,14 +168,16 @@ class JobRun:
         job = self._job
         feeder.forget()
         selection = Selection(job.source, feeder.is_mine)
-        results = Results(self._folder, feeder.keys, job.spec.n)
+        results = Results(self._folder, feeder.keys, feeder.num_samples)
         if results.num_missing:
             raise OutputError(
                 f"{results.num_missing} results are not in {self._folder.path}: run the same command again"
             )
         if results.num_foreign:
-            self._print(f"{results.num_foreign} results are of rows that the input no longer has: left out")
-        rows_total = selection.num_rows * job.spec.n
+            self._print(
+                f"{results.num_foreign} results are of rows or samples that the input no longer asks for: left out"
+            )
+        rows_total = results.samples.total
         summary = summarize(job, run, feeder, collector, rows_total, results.num_failed)
         chosen = {"order": job.spec.order, "deduplicate": job.spec.deduplicate, "device": str(job.device)}
         config = {**job.fingerprint, **chosen, "engine": asdict(run.engine.config) if run.engine else None}
@@ -184,6 +187,7 @@ class JobRun:
             "input": job.source.identity,
             "input_rows": job.source.num_rows,
             "columns": job.layout.names,
+            "num_samples": job.layout.num_samples,
             "generation": manifest.retry.generation,
             "revision": job.model.revision,
             "date": manifest.date.isoformat(),

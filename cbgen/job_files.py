@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cbgen.data.hf_dataset import DatasetSource
 from cbgen.data.openai_batch import ID_COLUMN, open_batch
-from cbgen.data.openai_output import open_batch_output
+from cbgen.data.openai_output import RESULT_PREFIX, open_batch_output
 from cbgen.data.outputs import Output, open_output
 from cbgen.data.readers import Input, open_input
 from cbgen.errors import UsageError
@@ -25,6 +25,7 @@ NOT_WITH_OPENAI_BATCH = (
     "n",
     "output_token_ids",
     "output_prefix",
+    "row_options",
 )
 
 
@@ -66,7 +67,8 @@ def _open_openai_batch(spec: JobSpec, shard: tuple[int, int] | None) -> JobFiles
         raise UsageError(f"--format {OPENAI_BATCH} cannot be dealt to shards yet: run it as one job")
     output = open_batch_output(spec.output, is_folder(spec.out), spec.error_file)
     source = open_batch(spec.input, spec.limit, output.path, output.error_file)
-    return JobFiles(spec.model_copy(update={"id_column": ID_COLUMN}), shard, output, source)
+    decided = {"id_column": ID_COLUMN, "output_prefix": RESULT_PREFIX}
+    return JobFiles(spec.model_copy(update=decided), shard, output, source)
 
 
 def resolve_shard(index: int | None, count: int | None, environment: Mapping[str, str]) -> tuple[int, int] | None:

@@ -16,6 +16,12 @@ from cbgen.errors import UsageError
 OUTPUT_SUFFIXES = (".parquet", ".jsonl")
 RETRY_KINDS = ("failed", "truncated")
 SPEC_SUFFIXES = (".yaml", ".yml")
+# vLLM's names, which the command line takes as well.
+ALIASES = {
+    "max_num_seqs": "max_requests_per_batch",
+    "max_num_batched_tokens": "max_batch_tokens",
+    "enable_prefix_caching": "allow_block_sharing",
+}
 
 
 class JobSpec(pydantic.BaseModel):
@@ -43,25 +49,49 @@ class JobSpec(pydantic.BaseModel):
     template: str | None = None
     system_prompt: str | None = None
     chat: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    continue_final_message: bool = False
+    truncate_prompt: Literal["none", "left", "right", "middle"] = "none"
     date: datetime.date | None = None
     limit: pydantic.NonNegativeInt | None = None
     shard_index: pydantic.NonNegativeInt | None = None
     shard_count: pydantic.PositiveInt | None = None
 
-    max_tokens: int = 512
+    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str | int, Any] = {}
+    bad_words: list[str] = []
+    stop: list[str] = []
+    stop_token_ids: list[Any] = []
+    include_stop: bool = False
+    min_tokens: int = 0
+    ignore_eos: bool = False
     seed: int = 0
     n: pydantic.PositiveInt = 1
-    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] = []
+    grammar: str | None = None
+    skip_special_tokens: bool = True
+    generation_config: Literal["auto", "none"] = "auto"
+    row_options: str = "auto"
 
     order: Literal["auto", "prefix", "longest-first", "arrival"] = "auto"
     deduplicate: bool = True
     deterministic: bool = False
 
     output_token_ids: bool = False
+    strip_reasoning: bool = False
+    reasoning_tags: str = "<think> </think>"
     output_prefix: str = ""
     summary: str | None = None
     error_file: str | None = None
@@ -88,10 +118,10 @@ class JobSpec(pydantic.BaseModel):
     kv_cache_dtype: str = "auto"
     balance_tail: bool = True
 
-    @pydantic.field_validator("input", mode="before")
+    @pydantic.field_validator("input", "stop", "stop_token_ids", "bad_words", "choice", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value or []
+        return [value] if isinstance(value, str | int) else value or []
 
     @pydantic.field_validator("max_errors", "time_limit", mode="before")
     @classmethod
@@ -154,7 +184,7 @@ class JobSpec(pydantic.BaseModel):
 def build_spec(values: dict[str, Any]) -> JobSpec:
     """Validates options; raises UsageError with the option, what is wrong, and the nearest name for an unknown one."""
     try:
-        return JobSpec(**values)
+        return JobSpec(**{ALIASES.get(name, name): value for name, value in values.items()})
     except pydantic.ValidationError as error:
         first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         name = str(first["loc"][0]) if first["loc"] else "job"
@@ -164,7 +194,11 @@ def build_spec(values: dict[str, Any]) -> JobSpec:
             raise UsageError(f"unknown option {name!r}{hint}") from error
         if first["type"] == "missing":
             raise UsageError(f"{option_name(name)} is missing") from error
-        raise UsageError(f"{option_name(name)}: {first['msg'].removeprefix('Value error, ')}") from error
+        told = first["msg"].removeprefix("Value error, ")
+        if first["type"] != "value_error":  # pydantic's own words, which leave the value out
+            told += f", not {first['input']!r:.60}"
+            told += "; put it in quotes" if isinstance(first["input"], bool) and first["type"] == "string_type" else ""
+        raise UsageError(f"{option_name(name)}: {told}") from error
 
 
 def read_spec_file(path: Path) -> dict[str, Any]:

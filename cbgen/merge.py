@@ -1,14 +1,12 @@
 """The outputs of all shards of a job as one output: what the job would have written without shards."""
 
 import functools
-import heapq
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -25,8 +23,7 @@ from cbgen.data.outputs import (
     publish_sidecar,
     write_parquet,
 )
-from cbgen.data.rows import SHARD_FIELDS, OutputLayout, parts_path
-from cbgen.data.selection import taken
+from cbgen.data.rows import OutputLayout, parts_path
 from cbgen.errors import (
     EXIT_DONE,
     EXIT_FAILED_ROWS,
@@ -35,21 +32,9 @@ from cbgen.errors import (
     ResumeRefusedError,
     UsageError,
 )
-from cbgen.finished_rows import checked_tables, file_schema, finished_layout, json_records, whole_rows
+from cbgen.finished_rows import file_schema, finished_layout
 from cbgen.jobspec import OUTPUT_SUFFIXES, is_folder
-
-# So many shards are read by batches of the usual size; of more, each gets its share of that.
-FULL_BATCHES = 16
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A finished output of one shard. index counts from 0."""
-
-    output: Output
-    footer: dict[str, Any]
-    index: int
-    count: int
+from cbgen.merge_rows import Shard, merged_records, merged_tables, samples_of, shard_names
 
 
 @dataclass(frozen=True)
@@ -76,7 +61,8 @@ def merge_shards(paths: Sequence[str], out: str | None, rows_per_shard: int) -> 
     """Writes `out`, a file or a folder with files of `rows_per_shard` rows, of all shards of one job.
 
     Raises UsageError for shards that do not make up a job, InputError for one whose rows are not what they were, and
-    ResumeRefusedError for an output of another job. Memory holds a batch of each shard.
+    ResumeRefusedError for an output of another job. Memory holds a batch of each shard, and 12 bytes for each row if
+    samples vary.
     """
     target = _open_target(out, rows_per_shard)
     shards = _open_shards(paths, target)
@@ -173,22 +159,19 @@ def _merged_footer(shards: list[Shard]) -> dict[str, Any]:
     """That of the job without shards; what may differ between shards is of the first."""
     footers = [shard.footer for shard in shards]
     layout, first = finished_layout(footers[0]), footers[0]
-    num_rows, expected = sum(footer["rows_total"] for footer in footers), first["input_rows"] * layout.num_samples
+    num_rows = sum(footer["rows_total"] for footer in footers)
+    expected = num_rows if layout.num_samples is None else first["input_rows"] * layout.num_samples
     if num_rows != expected:
         raise InputError(f"the shards record {num_rows} rows in all, and {expected} are those of the input")
     return {
         **{name: value for name, value in first.items() if name != "files"},
         "fingerprint": {**first["fingerprint"], "shard": None},
-        "columns": [name for name in first["columns"] if name not in _shard_names(layout)],
+        "columns": [name for name in first["columns"] if name not in shard_names(layout)],
         "generation": max(footer["generation"] for footer in footers),
         **{name: sum(footer[name] for footer in footers) for name in ("rows_ok", "rows_failed")},
         "rows_total": num_rows,
         "config": {**first["config"], "shard": None},
     }
-
-
-def _shard_names(layout: OutputLayout) -> list[str]:
-    return [layout.prefix + field.name for field in SHARD_FIELDS]
 
 
 def _refuse_other(target: Output, footer: dict[str, Any]) -> None:
@@ -220,20 +203,21 @@ def _recorded_fingerprint(path: Path) -> dict[str, Any] | None:
 
 
 def _write_parquet(target: Output, shards: list[Shard], layout: OutputLayout, footer: dict[str, Any]) -> None:
-    dropped = _shard_names(layout)
+    dropped = shard_names(layout)
     schema = pq.read_schema(shards[0].output.files[0])
     metadata = {**schema.metadata, FOOTER_KEY: json.dumps(footer, ensure_ascii=False).encode()}
     schema = pa.schema([field for field in schema if field.name not in dropped], metadata)
-    tables = (table.drop_columns(dropped) for table in _merged_tables(shards, layout))
+    samples = samples_of(shards, layout, footer)
+    tables = (table.drop_columns(dropped) for table in merged_tables(shards, layout, samples))
     if isinstance(target, FolderOutput):
-        paths = target.write_tables(schema, tables, footer["rows_total"], layout.num_samples)
+        paths = target.write_tables(schema, tables, samples)
         publish_sidecar(target.marker, footer, {path: path for path in paths})
     else:
         publish(target.path, functools.partial(write_parquet, schema=schema, tables=tables))
 
 
 def _write_jsonl(target: JsonlOutput, shards: list[Shard], layout: OutputLayout, footer: dict[str, Any]) -> None:
-    dropped = _shard_names(layout)
+    dropped = shard_names(layout)
     for shard in shards:
         for path in shard.output.files:
             if file_hash(path) != shard.footer["files"][path.name][1]:
@@ -241,82 +225,8 @@ def _write_jsonl(target: JsonlOutput, shards: list[Shard], layout: OutputLayout,
 
     def write(path: Path) -> None:
         with open(path, "w", encoding="utf-8") as file:
-            for record in _merged_records(shards, layout):
+            for record in merged_records(shards, layout, footer):
                 file.write(json_line({name: value for name, value in record.items() if name not in dropped}))
         publish_sidecar(target.sidecar, footer, {target.path: path})
 
     publish(target.path, write)
-
-
-def _merged_tables(shards: list[Shard], layout: OutputLayout) -> Iterator[pa.Table]:
-    """All rows in the order of the input, with the columns of a shard. Raises InputError unless each is there once."""
-    share, place = -(-len(shards) // FULL_BATCHES), 0
-    heads = [head for shard in shards if (head := _Head(shard, layout, share)).table is not None]
-    while heads:
-        last = min(int(head.indices[-1]) for head in heads)
-        joined = pa.concat_tables([head.take_to(last) for head in heads])
-        table = taken(joined, np.argsort(joined[_shard_names(layout)[0]].to_numpy(), kind="stable"))
-        _check_places(table, place, layout)
-        place += table.num_rows
-        yield table
-        heads = [head for head in heads if head.table is not None]
-    if place != shards[0].footer["input_rows"] * layout.num_samples:
-        raise _not_once(place, layout)
-
-
-def _merged_records(shards: list[Shard], layout: OutputLayout) -> Iterator[dict[str, Any]]:
-    """The same of the lines of JSONL outputs."""
-    index_name, sample_name = _shard_names(layout)[0], layout.prefix + "sample_index"
-    records = heapq.merge(*(json_records(shard.output.path) for shard in shards), key=lambda record: record[index_name])
-    place = 0
-    for record in records:
-        sample = record[sample_name] if layout.num_samples > 1 else 0
-        if (record[index_name], sample) != divmod(place, layout.num_samples):
-            raise _not_once(place, layout)
-        place += 1
-        yield record
-    if place != shards[0].footer["input_rows"] * layout.num_samples:
-        raise _not_once(place, layout)
-
-
-def _check_places(table: pa.Table, first: int, layout: OutputLayout) -> None:
-    """first: place of the table's first row among the rows of the merged output."""
-    rows, samples = np.divmod(first + np.arange(table.num_rows), layout.num_samples)
-    wrong = table[_shard_names(layout)[0]].to_numpy() != rows
-    if layout.num_samples > 1:
-        wrong |= table[layout.prefix + "sample_index"].to_numpy() != samples
-    if wrong.any():
-        raise _not_once(first + int(np.flatnonzero(wrong)[0]), layout)
-
-
-def _not_once(place: int, layout: OutputLayout) -> InputError:
-    return InputError(
-        f"row {place // layout.num_samples + 1} of the input is not there once in all shards; `cbgen verify` tells "
-        "which one is damaged"
-    )
-
-
-class _Head:
-    """The next rows of a shard: `table` and their places in the input, or None at its end."""
-
-    def __init__(self, shard: Shard, layout: OutputLayout, share: int):
-        files = (table for path in shard.output.files for table in checked_tables(path, share=share))
-        self._tables = whole_rows(files, layout.num_samples)
-        self._index_name = _shard_names(layout)[0]
-        self.indices = np.zeros(0, dtype=np.int64)
-        self.table: pa.Table | None = None
-        self._next()
-
-    def take_to(self, last: int) -> pa.Table:
-        """The rows up to this place in the input; there may be none."""
-        assert self.table is not None
-        count = int(np.count_nonzero(self.indices <= last))
-        rows, self.table, self.indices = self.table.slice(0, count), self.table.slice(count), self.indices[count:]
-        if not self.table.num_rows:
-            self._next()
-        return rows
-
-    def _next(self) -> None:
-        self.table = next(self._tables, None)
-        if self.table is not None:
-            self.indices = self.table[self._index_name].to_numpy()

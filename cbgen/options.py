@@ -84,6 +84,25 @@ Chat = Annotated[
         "--chat/--no-chat", help="Send each prompt as a user message through the chat template.", rich_help_panel=INPUT
     ),
 ]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(help="File with the chat template to use instead of the model's.", rich_help_panel=INPUT),
+]
+ContinueFinalMessage = Annotated[
+    bool,
+    typer.Option(
+        "--continue-final-message/--no-continue-final-message",
+        help="Continue conversations that end with the assistant's message; without, they are error rows.",
+        rich_help_panel=INPUT,
+    ),
+]
+TruncatePrompt = Annotated[
+    str,
+    typer.Option(
+        help="Where a prompt that leaves max_tokens no room is cut: left, right, middle; none: it is an error row.",
+        rich_help_panel=INPUT,
+    ),
+]
 ChatTemplateKwargs = Annotated[
     str | None, typer.Option(help="JSON object of variables for the chat template.", rich_help_panel=INPUT)
 ]
@@ -96,7 +115,14 @@ Date = Annotated[
     ),
 ]
 Limit = Annotated[int | None, typer.Option(help="Only the first N rows.", rich_help_panel=INPUT)]
-MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.", rich_help_panel=SAMPLING)]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens to generate at most.",
+        rich_help_panel=SAMPLING,
+        show_default="the model's generation config, or 512",
+    ),
+]
 Temperature = Annotated[
     float | None,
     typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING, show_default="the model's generation config, or 0"),
@@ -117,12 +143,107 @@ TopK = Annotated[
         show_default="the model's generation config, or 0",
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the job's draws.", rich_help_panel=SAMPLING)]
-N = Annotated[int, typer.Option("--n", "-n", help="Samples per row.", rich_help_panel=SAMPLING)]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Tokens at least so probable, as a share of the most probable one's.",
+        rich_help_panel=SAMPLING,
+        show_default="the model's generation config, or 0",
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        help="Divides the logits of tokens in prompt or output; above 1 they get rarer.",
+        rich_help_panel=SAMPLING,
+        show_default="the model's generation config, or 1",
+    ),
+]
+PresencePenalty = Annotated[
+    float | None,
+    typer.Option(
+        help="Taken from the logits of tokens in the output, -2 to 2.", rich_help_panel=SAMPLING, show_default="0"
+    ),
+]
+FrequencyPenalty = Annotated[
+    float | None,
+    typer.Option(help="The same for each time they occur there.", rich_help_panel=SAMPLING, show_default="0"),
+]
+LogitBias = Annotated[
+    str | None,
+    typer.Option(help="JSON object from token ids to numbers, -100 to 100, added to logits.", rich_help_panel=SAMPLING),
+]
+BadWords = Annotated[
+    list[str] | None, typer.Option(help="Text that is not generated. May be repeated.", rich_help_panel=SAMPLING)
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Text that ends the generation; the output is cut before it. May be repeated.", rich_help_panel=SAMPLING
+    ),
+]
+StopTokenIds = Annotated[
+    list[int] | None,
+    typer.Option(
+        help="Token that ends the generation, beside the model's own. May be repeated.", rich_help_panel=SAMPLING
+    ),
+]
+IncludeStop = Annotated[
+    bool,
+    typer.Option(
+        "--include-stop/--no-include-stop", help="Keep the stop text in the output.", rich_help_panel=SAMPLING
+    ),
+]
+MinTokens = Annotated[int, typer.Option(help="Tokens before which nothing ends.", rich_help_panel=SAMPLING)]
 IgnoreEos = Annotated[
     bool,
     typer.Option(
         "--ignore-eos/--no-ignore-eos", help="Generate on past end-of-sequence tokens.", rich_help_panel=SAMPLING
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Seed of the job's draws.", rich_help_panel=SAMPLING)]
+N = Annotated[int, typer.Option("--n", "-n", help="Samples per row.", rich_help_panel=SAMPLING)]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        help="Log-probabilities of the output's tokens, and of so many alternatives.", rich_help_panel=SAMPLING
+    ),
+]
+PromptLogprobs = Annotated[int | None, typer.Option(help="The same of the prompt's tokens.", rich_help_panel=SAMPLING)]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(help="File, or JSON itself: the output is JSON of this schema.", rich_help_panel=SAMPLING),
+]
+Regex = Annotated[
+    str | None, typer.Option(help="The output matches this regular expression.", rich_help_panel=SAMPLING)
+]
+Choice = Annotated[
+    list[str] | None, typer.Option(help="The output is one of these. To be repeated.", rich_help_panel=SAMPLING)
+]
+Grammar = Annotated[
+    str | None,
+    typer.Option(help="File: the output is a sentence of this Lark or GBNF grammar.", rich_help_panel=SAMPLING),
+]
+SkipSpecialTokens = Annotated[
+    bool,
+    typer.Option(
+        "--skip-special-tokens/--no-skip-special-tokens",
+        help="Leave special tokens out of the text.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+GenerationConfig = Annotated[
+    str,
+    typer.Option(
+        help="auto: what is not given is as the model's generation config has it; none: it is passed over.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+RowOptions = Annotated[
+    str,
+    typer.Option(
+        help="Columns that are a row's own parameters: auto, all that bear such a name; none; or names with commas.",
+        rich_help_panel=SAMPLING,
     ),
 ]
 Order = Annotated[
@@ -153,6 +274,17 @@ OutputTokenIds = Annotated[
     typer.Option(
         "--output-token-ids/--no-output-token-ids", help="Add a column completion_ids.", rich_help_panel=OUTPUT
     ),
+]
+StripReasoning = Annotated[
+    bool,
+    typer.Option(
+        "--strip-reasoning/--no-strip-reasoning",
+        help="Move what the model thinks before it answers to a column reasoning.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+ReasoningTags = Annotated[
+    str, typer.Option(help="What thinking begins and ends with, parted by a space.", rich_help_panel=OUTPUT)
 ]
 OutputPrefix = Annotated[str, typer.Option(help="Prefix of the output columns' names.", rich_help_panel=OUTPUT)]
 Summary = Annotated[str | None, typer.Option(help="Write the run's figures to this JSON file.", rich_help_panel=OUTPUT)]

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from cbgen.duplicates import Recipients
-from cbgen.engine.requests import SamplingParams
+from cbgen.engine.sampling_params import SamplingParams
 
 _ID_TYPE = np.dtype(">u4")
 # Below this share of prompt tokens in common, `auto` sees to the lengths alone.

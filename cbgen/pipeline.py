@@ -8,34 +8,42 @@ input ──► [ reader ] ──► [ feeder: render, key, tokenize ] ──►
 """
 
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import compress
 
 import numpy as np
 
-from cbgen.collector import Collector, failed_row
+from cbgen.collector import Collector
 from cbgen.data.key_table import key_array, sample_keys
 from cbgen.data.published import PublishedResults
 from cbgen.data.read_ahead import ReadAhead
 from cbgen.data.readers import Input
 from cbgen.data.rows import PromptRow
 from cbgen.duplicates import Duplicates, Recipients, RowTag, generation_key
-from cbgen.engine.requests import RequestState, SamplingParams
+from cbgen.engine.requests import RequestState
+from cbgen.engine.sampling_params import SamplingParams
+from cbgen.length_policy import LengthPolicy
 from cbgen.ordering import WaitingRequest, arrange, pack_ids, unpack_ids
+from cbgen.output_rows import failed_row
 from cbgen.prompting import FailedPrompt, Prompter, RenderedPrompt, draw_seed
 from cbgen.row_keys import RowKeys, belongs_to_shard
 from cbgen.row_window import RowWindow, WindowLimits
 
 FEED_ROWS = 128
+# 2 bytes for each row, which hold MAX_SAMPLES.
+COUNT_TYPE = "H"
 
 
 class Feeder:
     """A RequestSource that reads, renders and tokenizes ahead of the engine, and hands over a window of it in order.
 
     published: what earlier runs have done. shard: (index, count) of the rows that are this job's; None: all.
-    deduplicate: whether greedy rows that are equal share a request. Once it is exhausted, `keys` holds the keys of this
-    job's rows in input order, and is_mine, for a shard, which rows of the input they are.
+    num_samples: of every row; None: each has its own n, and one that failed before that was known counts 1.
+    deduplicate: whether greedy rows that are equal share a request. truncate_prompt: see LengthPolicy. Once it is
+    exhausted, `keys` holds the keys of this job's rows in input order, num_samples their samples, and is_mine, for a
+    shard, which rows of the input they are.
     """
 
     def __init__(
@@ -46,7 +54,7 @@ class Feeder:
         *,
         published: PublishedResults,
         shard: tuple[int, int] | None,
-        num_samples: int,
+        num_samples: int | None,
         job_seed: int,
         max_model_len: int,
         collector: Collector,
@@ -54,6 +62,7 @@ class Feeder:
         deduplicate: bool,
         limits: WindowLimits,
         on_first_prompt: Callable[[str], None],
+        truncate_prompt: str = "none",
     ):
         self.keys = bytearray()
         self.is_mine = None if shard is None else np.zeros(source.num_rows, dtype=bool)
@@ -62,9 +71,11 @@ class Feeder:
         self._prompter = prompter
         self._published = published
         self._shard = shard
-        self._num_samples = num_samples
+        self._same_count = num_samples
+        self._counts = array(COUNT_TYPE)  # only where they vary
+        self._num_counted = 0
         self._job_seed = job_seed
-        self._max_model_len = max_model_len
+        self._lengths = LengthPolicy(max_model_len, truncate_prompt, prompter.bos_token_id)
         self._collector = collector
         self._duplicates = duplicates
         self._deduplicate = deduplicate
@@ -80,6 +91,18 @@ class Feeder:
     @property
     def exhausted(self) -> bool:
         return self._window.exhausted
+
+    @property
+    def num_samples(self) -> int | np.ndarray:
+        """Of every row, or integers [rows read so far] in input order."""
+        return np.array(self._counts, dtype=COUNT_TYPE) if self._same_count is None else self._same_count
+
+    def samples_of(self, num_rows: int) -> int:
+        """Of so many rows: where they vary, of those that were read, and of the others as many on average."""
+        if self._same_count is not None:
+            return num_rows * self._same_count
+        num_read = len(self._counts)
+        return self._num_counted + max(0, num_rows - num_read) * self._num_counted // max(1, num_read)
 
     def arrange(self, order: str, page_tokens: int | None) -> None:
         """How the requests of a window are ordered, to be told before the first take. See ordering.arrange."""
@@ -126,7 +149,6 @@ class Feeder:
         """Of the samples still to be generated, what others do not generate; failed rows go to the collector."""
         wanted: list[tuple[RenderedPrompt, bytes, list[int]]] = []
         for prompt, key, samples in self._pending(prompts):
-            self.num_already_done += self._num_samples - len(samples)
             if isinstance(prompt, FailedPrompt):
                 self._fail(key, prompt.index, samples, prompt.error)
             elif samples:
@@ -137,7 +159,6 @@ class Feeder:
             if not ids:
                 self._fail(key, prompt.index, samples, "the prompt has no tokens")
                 continue
-            self._show_first(prompt)
             made += self._waiting_request(prompt, ids, [RowTag(key, prompt.index, sample) for sample in samples])
         return made
 
@@ -151,15 +172,26 @@ class Feeder:
             self.is_mine[[prompt.index for prompt in prompts]] = mine
             prompts, keys = list(compress(prompts, mine)), list(compress(keys, mine))
         self.keys += b"".join(keys)
-        samples = np.arange(self._num_samples)
-        named = sample_keys(np.repeat(key_array(keys), len(samples), axis=0), np.tile(samples, len(keys)))
-        pending = self._published.are_pending(named).reshape(len(keys), len(samples))
-        for prompt, key, row in zip(prompts, keys, pending, strict=True):
+        counts = self._counts_of(prompts)
+        ends = np.cumsum(counts)
+        samples = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
+        pending = self._published.are_pending(sample_keys(np.repeat(key_array(keys), counts, axis=0), samples))
+        self.num_already_done += int(np.count_nonzero(~pending))
+        for prompt, key, row in zip(prompts, keys, np.split(pending, ends)[:-1], strict=True):
             yield prompt, key, np.flatnonzero(row).tolist()
 
-    def _show_first(self, prompt: RenderedPrompt) -> None:
+    def _counts_of(self, prompts: list[RenderedPrompt | FailedPrompt]) -> np.ndarray:
+        """int64: samples of the next of this job's rows, which are kept where they vary."""
+        if self._same_count is not None:
+            return np.full(len(prompts), self._same_count)
+        counts = [prompt.params.n if isinstance(prompt, RenderedPrompt) else 1 for prompt in prompts]
+        self._counts.extend(counts)
+        self._num_counted += sum(counts)
+        return np.array(counts, dtype=np.int64)
+
+    def _show_first(self, prompt: RenderedPrompt, cut_ids: list[int] | None) -> None:
         if self._on_first_prompt is not None:
-            self._on_first_prompt(self._prompter.preview(prompt))
+            self._on_first_prompt(self._prompter.preview(prompt, cut_ids))
             self._on_first_prompt = None
 
     def _fail(self, key: bytes, index: int, samples: list[int], error: str) -> None:
@@ -169,13 +201,20 @@ class Feeder:
 
     def _waiting_request(self, prompt: RenderedPrompt, ids: list[int], rows: list[RowTag]) -> list[WaitingRequest]:
         """The request for the samples of a row; none if they joined the one of another row."""
-        params = self._clamped(prompt.params, len(ids), len(rows))
-        packed = pack_ids(ids)
+        kept = self._lengths.cut(ids, prompt.params.max_tokens)
+        num_cut = len(ids) - len(kept)
+        self._show_first(prompt, kept if num_cut else None)
+        params = self._lengths.clamped(prompt.params, len(kept))
+        clamped = params.max_tokens if params.max_tokens < prompt.params.max_tokens else None
+        self.num_clamped += len(rows) if clamped is not None else 0
+        if clamped is not None or num_cut:
+            rows = [replace(row, clamped_max_tokens=clamped, truncated_prompt_tokens=num_cut) for row in rows]
+        packed = pack_ids(kept)
         key = generation_key(packed, params) if self._deduplicate else None
         members: list[tuple[SamplingParams, Recipients]]
         if key is None:
-            seeds = [draw_seed(self._job_seed, prompt.seed, row.key, row.sample_index) for row in rows]
-            members = [(replace(params, seed=seed), Recipients([row])) for seed, row in zip(seeds, rows, strict=True)]
+            seeds = [draw_seed(self._job_seed, params.seed, row.key, row.sample_index) for row in rows]
+            members = [(params.with_seed(seed), Recipients([row])) for seed, row in zip(seeds, rows, strict=True)]
         else:
             recipients = self._duplicates.join(key, rows)
             members = [] if recipients is None else [(params, recipients)]
@@ -183,13 +222,6 @@ class Feeder:
             return []
         self._num_waiting_made += 1
         return [WaitingRequest(self._num_waiting_made, packed, members)]
-
-    def _clamped(self, params: SamplingParams, num_tokens: int, num_samples: int) -> SamplingParams:
-        room = self._max_model_len - num_tokens
-        if not 0 < room < params.max_tokens:
-            return params
-        self.num_clamped += num_samples
-        return replace(params, max_tokens=room)
 
     def _hand_over(self, waiting: WaitingRequest) -> RequestState:
         """Numbered now, because the engine takes a smaller number for an earlier arrival."""

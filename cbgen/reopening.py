@@ -10,9 +10,11 @@ from datetime import datetime
 from itertools import islice
 from typing import Any
 
+import pyarrow as pa
+
 from cbgen.data.manifest import PartsFolder
 from cbgen.data.readers import open_input
-from cbgen.data.rows import RESULT_SCHEMA, OutputRow, PromptRow
+from cbgen.data.rows import NESTED_COLUMNS, NESTED_ROWS, TOKEN_LOGPROB, OutputLayout, OutputRow, PromptRow, lots_of
 from cbgen.data.writers import PartWriter
 from cbgen.errors import ResumeRefusedError
 from cbgen.prompting import FailedPrompt, Prompter, RenderedPrompt
@@ -33,26 +35,31 @@ def reopen(job: ResolvedJob, folder: PartsFolder, prompter: Prompter, writer: Pa
         )
     folder.discard_parts()
     count, rows = 0, job.output.finished_rows() or _named_rows(job, prompter)
-    while batch := list(islice(rows, BATCH_ROWS)):
-        writer.add(batch)
-        count += len(batch)
+    for lot in lots_of(rows):
+        writer.add(lot)
+        count += len(lot)
     writer.flush()
     return count
 
 
 def _named_rows(job: ResolvedJob, prompter: Prompter) -> Iterator[OutputRow]:
     """The output's rows with the keys of the input's rows that they were made for."""
-    samples = job.spec.n
+    layout, key, index = job.layout, b"", -1
     with open_input([str(path) for path in job.output.files]) as source:
-        rows = source.rows([*job.columns, *job.layout.names])
-        row_keys = RowKeys(source.num_rows // samples)
-        while batch := list(islice(rows, BATCH_ROWS * samples)):
-            firsts = batch[::samples]
-            if job.layout.is_shard:
-                keys = [bytes.fromhex(row.values[job.layout.prefix + "row_key"]) for row in firsts]
+        rows = source.rows([*job.columns, *layout.names])
+        row_keys = RowKeys(source.num_rows // (layout.num_samples or 1))
+        batch_rows = BATCH_ROWS if layout.optional.isdisjoint(NESTED_COLUMNS) else NESTED_ROWS
+        while batch := list(islice(rows, batch_rows)):
+            results = [_result(layout, row) for row in batch]
+            firsts = [row for row, result in zip(batch, results, strict=True) if result["sample_index"] == 0]
+            if layout.is_shard:
+                keys = iter([bytes.fromhex(row.values[layout.prefix + "row_key"]) for row in firsts])
             else:
-                keys = row_keys.of([_rendered(job, prompter, row) for row in firsts])
-            yield from _results(job, batch, keys)
+                keys = iter(row_keys.of([_rendered(job, prompter, row) for row in firsts]))
+            for result in results:
+                if result["sample_index"] == 0:  # the samples of another row begin
+                    key, index = next(keys), index + 1
+                yield OutputRow(key=key, index=index, **result)
 
 
 def _rendered(job: ResolvedJob, prompter: Prompter, row: PromptRow) -> RenderedPrompt | FailedPrompt:
@@ -64,11 +71,18 @@ def _rendered(job: ResolvedJob, prompter: Prompter, row: PromptRow) -> RenderedP
     return prompt
 
 
-def _results(job: ResolvedJob, rows: list[PromptRow], keys: list[bytes]) -> Iterator[OutputRow]:
-    for place, row in enumerate(rows):
-        given: dict[str, Any] = {name: row.values.get(job.layout.prefix + name) for name in RESULT_SCHEMA.names}
-        given["sample_index"] = place % job.spec.n
-        given["completion_ids"] = given["completion_ids"] or []
-        for name in ("arrival_time", "finish_time"):  # texts in JSONL
-            given[name] = datetime.fromisoformat(given[name]) if isinstance(given[name], str) else given[name]
-        yield OutputRow(key=keys[place // job.spec.n], index=row.index // job.spec.n, **given)
+def _result(layout: OutputLayout, row: PromptRow) -> dict[str, Any]:
+    """The columns of the result, as they were before they were written."""
+    given = {name: _as_it_was(name, row.values.get(layout.prefix + name)) for name in layout.columns}
+    return {"sample_index": 0} | given
+
+
+def _as_it_was(column: str, value: Any) -> Any:
+    """A value of a result as it was before it was written."""
+    if column == "completion_ids":
+        return value or []
+    if column in ("arrival_time", "finish_time") and isinstance(value, str):  # in JSONL
+        return datetime.fromisoformat(value)
+    if column in NESTED_COLUMNS and value is not None:
+        return pa.array(value, TOKEN_LOGPROB)
+    return value

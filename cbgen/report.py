@@ -99,9 +99,10 @@ def print_first_prompt(console: Console, text: str) -> None:
 class Snapshot:
     """Where a run stands: output rows, tokens generated, requests in the batch, share of the cache in use.
 
-    rows_done includes rows_resumed, which earlier runs had done.
+    rows_total may be an estimate. rows_done includes rows_resumed, which earlier runs had done.
     """
 
+    rows_total: int
     rows_done: int
     rows_resumed: int
     output_tokens: int
@@ -123,12 +124,11 @@ class Snapshot:
 class ProgressReporter:
     """A progress bar on a terminal, a plain line now and then elsewhere; reads snapshots in a thread of its own.
 
-    with ProgressReporter(console, total_rows, snapshot): ...
+    with ProgressReporter(console, snapshot): ...
     """
 
-    def __init__(self, console: Console, total_rows: int, snapshot: Callable[[], Snapshot]):
+    def __init__(self, console: Console, snapshot: Callable[[], Snapshot]):
         self._console = console
-        self._total = total_rows
         self._snapshot = snapshot
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="cbgen-progress", daemon=True)
@@ -158,13 +158,14 @@ class ProgressReporter:
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=self._console, transient=True) as progress:
-            task = progress.add_task("starting", total=self._total)
+            task = progress.add_task("starting", total=self._snapshot().rows_total)
             while not self._stop.wait(TERMINAL_INTERVAL_S):
                 snapshot = self._snapshot()
-                progress.update(task, completed=snapshot.rows_done, description=str(snapshot))
+                done, total = snapshot.rows_done, snapshot.rows_total
+                progress.update(task, completed=done, total=total, description=str(snapshot))
 
     def _print_line(self, snapshot: Snapshot, running_s: float) -> None:
         fresh = snapshot.rows_done - snapshot.rows_resumed
-        left_s = (self._total - snapshot.rows_done) * running_s / fresh if fresh > 0 else None
+        left_s = (snapshot.rows_total - snapshot.rows_done) * running_s / fresh if fresh > 0 else None
         eta = "unknown" if left_s is None else f"{left_s:.0f} s"
-        print_line(self._console, f"{snapshot.rows_done}/{self._total} rows, {snapshot}, ETA {eta}")
+        print_line(self._console, f"{snapshot.rows_done}/{snapshot.rows_total} rows, {snapshot}, ETA {eta}")

@@ -1,26 +1,39 @@
 """A job with every choice made before any weight is loaded, and what can be told and refused by then."""
 
+import datetime
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from cbgen.cache.sizing import mib
+from cbgen.chat import prints_the_date, read_chat_template
+from cbgen.data.openai_output import RESULT_COLUMNS
 from cbgen.data.outputs import Output
 from cbgen.data.readers import Input
 from cbgen.data.rows import OutputLayout
 from cbgen.device import pick_device
-from cbgen.engine.requests import SamplingParams
-from cbgen.errors import RowError, UsageError
+from cbgen.engine.grammars import Grammars
+from cbgen.engine.sampling_params import SamplingParams
+from cbgen.errors import UsageError
 from cbgen.job_files import OPENAI_BATCH, JobFiles, free_disk_bytes, open_job_files
-from cbgen.jobspec import JobSpec, is_folder
+from cbgen.job_sampling import (
+    ALL_COLUMNS,
+    heeded_columns,
+    resolve_sampling,
+    sampling_line,
+    unread_columns,
+    without_effect,
+)
+from cbgen.jobspec import JobSpec, is_folder, option_name
 from cbgen.kernels.cpu.library import load_library
 from cbgen.models.loading import ModelDescription, describe
 from cbgen.models.quantization import Quantization, kernels_for, resolve_quantization
-from cbgen.prompting import OPTION_COLUMNS, PromptSource, openai_source, prints_the_date, resolve_source
-from cbgen.row_checks import checked_params
+from cbgen.prompting import Prompter, PromptSource, openai_source, resolve_source
+from cbgen.reasoning import DEFAULT_TAGS, ReasoningSplitter, parse_tags
 from cbgen.row_keys import refuse_repeated_ids
 
 # Recorded with the job, and shown where another job is refused.
@@ -37,14 +50,15 @@ SETTINGS = (
     "allow_block_sharing",
 )
 # A token of text is about so long, and what else a result holds; each is there in a part and in the output.
-BYTES_PER_TOKEN, BYTES_PER_RESULT, COPIES = 5, 150, 2
+BYTES_PER_TOKEN, BYTES_PER_LOGPROB, BYTES_PER_RESULT, COPIES = 5, 20, 150, 2
 
 
 @dataclass(frozen=True)
 class ResolvedJob:
     """A spec with every choice made, before any weight is loaded.
 
-    fingerprint: what changes the results; settings: what does not. shard: (index, count), None without shards.
+    fingerprint: what changes the results; settings: what does not. shard: (index, count), None without shards. heeded:
+    columns of the input that are a row's own sampling parameters.
     """
 
     spec: JobSpec
@@ -54,7 +68,9 @@ class ResolvedJob:
     shard: tuple[int, int] | None
     prompts: PromptSource
     model: ModelDescription
+    grammars: Grammars
     defaults: SamplingParams
+    heeded: tuple[str, ...]
     layout: OutputLayout
     quantization: Quantization | None
     fingerprint: dict[str, Any]
@@ -67,13 +83,42 @@ class ResolvedJob:
     def columns(self) -> list[str]:
         """Those of the input that a request is made of."""
         own_id = [] if self.spec.id_column is None else [self.spec.id_column]
-        return list(dict.fromkeys([*self.prompts.columns, *OPTION_COLUMNS, *own_id]))
+        return list(dict.fromkeys([*self.prompts.columns, *self.heeded, *own_id]))
+
+    def prompter(self, today: datetime.date) -> Prompter:
+        """What makes rows into prompts on the day that the job began."""
+        return Prompter(
+            self.model.tokenizer,
+            self.prompts,
+            self.defaults,
+            today,
+            vocab_size=self.model.vocab_size,
+            id_column=self.spec.id_column,
+            row_options=self.heeded,
+            grammars=self.grammars,
+        )
+
+    @property
+    def reasoning(self) -> ReasoningSplitter | None:
+        """What parts thoughts from answers, if the user wants that."""
+        if not self.spec.strip_reasoning:
+            return None
+        return ReasoningSplitter(self.spec.reasoning_tags, self.model.tokenizer)
+
+    @property
+    def num_rows(self) -> int:
+        """Of the input; of a shard about, until all rows have been dealt."""
+        return self.source.num_rows if self.shard is None else -(-self.source.num_rows // self.shard[1])
 
     @property
     def rows_total(self) -> int:
-        """Output rows; of a shard about, until all rows have been dealt."""
-        num_rows = self.source.num_rows if self.shard is None else -(-self.source.num_rows // self.shard[1])
-        return num_rows * self.spec.n
+        """Output rows; about, where `num_rows` is, and where each row has its own number of samples."""
+        return self.num_rows * self.spec.n
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether rows_total is about so many."""
+        return self.shard is not None or self.layout.num_samples is None
 
     def refuse_repeated_ids(self) -> None:
         """Raises UsageError, with both places, when the id column names two rows alike."""
@@ -86,6 +131,7 @@ def resolve_job(spec: JobSpec, notify: Callable[[str], None]) -> ResolvedJob:
     """Makes every choice that needs no weights. Raises UsageError or ModelError. notify: told what takes a while."""
     device = pick_device(spec.device)
     spec.engine_config().resolve(device.type)  # wrong options are told before anything is read
+    parse_tags(spec.reasoning_tags)
     files = open_job_files(spec)
     try:
         return _resolve_with(files, device, notify)
@@ -100,27 +146,46 @@ def _resolve_with(files: JobFiles, device: torch.device, notify: Callable[[str],
     if spec.id_column is not None and spec.id_column not in source.schema.names:
         known = ", ".join(source.schema.names)
         raise UsageError(f"--id-column {spec.id_column}: the input has no such column; it has: {known}")
-    layout = OutputLayout(spec.n, spec.output_token_ids, spec.output_prefix, is_shard=shard is not None)
+    heeded = heeded_columns(spec, source.schema.names)
+    num_samples = None if "n" in heeded or spec.format == OPENAI_BATCH else spec.n
+    layout = OutputLayout(num_samples, _optional_columns(spec, heeded), spec.output_prefix, is_shard=shard is not None)
     for name in set(layout.names) & set(source.schema.names):
         raise UsageError(
             f"the input already has a column {name!r}, which is an output column: give --output-prefix to name the "
             "output columns otherwise"
         )
     model = describe(spec.model, spec.revision, spec.dtype, device, spec.max_model_len, notify)
-    defaults = _sampling_defaults(spec, model)
+    defaults = resolve_sampling(spec, model)
+    grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
+    if defaults.structure is not None and (problem := grammars.problem(defaults.structure)) is not None:
+        kind = defaults.structure[0]
+        raise UsageError(f"{option_name(kind)}: {problem.removeprefix(f'{kind} ')}")
     quantization = resolve_quantization(spec.quantization, spec.calibration, kernels_for(device, model.dtype))
     fingerprint = _fingerprint(spec, prompts, model, defaults, quantization)
     if shard is not None and spec.date is None and fingerprint["prints_the_date"]:
         raise UsageError("--date: the chat template prints the date, and all shards must agree on one; give YYYY-MM-DD")
     fingerprint["shard"] = None if shard is None else f"{shard[0]} of {shard[1]}"
     return ResolvedJob(
-        spec, device, source, files.output, shard, prompts, model, defaults, layout, quantization, fingerprint
+        spec,
+        device,
+        source,
+        files.output,
+        shard,
+        prompts,
+        model,
+        grammars,
+        defaults,
+        heeded,
+        layout,
+        quantization,
+        fingerprint,
     )
 
 
 def _prompt_source(spec: JobSpec, source: Input) -> PromptSource:
+    chat_template = None if spec.chat_template is None else read_chat_template(spec.chat_template)
     if spec.format == OPENAI_BATCH:
-        return openai_source(spec.chat_template_kwargs)
+        return openai_source(spec.chat_template_kwargs, chat_template, spec.continue_final_message)
     if not source.schema.names:
         rows = "none that could be read" if source.num_rows else "none"
         raise UsageError(f"the input has no columns: of its {source.num_rows} rows there is {rows}")
@@ -138,41 +203,65 @@ def _prompt_source(spec: JobSpec, source: Input) -> PromptSource:
         system_prompt=spec.system_prompt,
         chat=spec.chat,
         chat_template_kwargs=spec.chat_template_kwargs,
+        chat_template=chat_template,
+        continue_final_message=spec.continue_final_message,
     )
 
 
-def _sampling_defaults(spec: JobSpec, model: ModelDescription) -> SamplingParams:
-    """The user's options over the model's generation config over greedy."""
-    own = {name: getattr(spec, name) for name in ("temperature", "top_p", "top_k") if getattr(spec, name) is not None}
-    values = {"temperature": 0.0, "top_p": 1.0, "top_k": 0} | model.sampling_defaults | own
-    try:
-        return checked_params(max_tokens=spec.max_tokens, ignore_eos=spec.ignore_eos, **values)
-    except RowError as error:
-        raise UsageError(str(error)) from error
+def _optional_columns(spec: JobSpec, heeded: Sequence[str]) -> frozenset[str]:
+    """The columns of results that rows of this job may fill."""
+    there = {
+        "completion_ids": spec.output_token_ids,
+        "stop_reason": bool(spec.stop or spec.stop_token_ids or {"stop", "stop_token_ids"} & set(heeded)),
+        "reasoning": spec.strip_reasoning,
+        "truncated_prompt_tokens": spec.truncate_prompt != "none",
+        "completion_logprobs": spec.logprobs is not None or "logprobs" in heeded,
+        "prompt_token_logprobs": spec.prompt_logprobs is not None or "prompt_logprobs" in heeded,
+    }
+    if spec.format == OPENAI_BATCH:
+        there |= dict.fromkeys(RESULT_COLUMNS, True)
+    return frozenset(name for name, may_fill in there.items() if may_fill)
 
 
 def warnings_about(job: ResolvedJob) -> Iterator[str]:
     """What the user asked for and will not see, or not as expected; each as a line that says why."""
     yield from _warnings_about_results(job)
+    yield from warnings_about_the_model(job.spec, job.model, job.device, job.quantization)
     yield from _warnings_about_input_and_output(job)
     yield from _warnings_about_the_engine(job)
 
 
 def _warnings_about_results(job: ResolvedJob) -> Iterator[str]:
-    spec, columns = job.spec, job.source.schema.names
-    if job.defaults.temperature == 0 and "temperature" not in columns:
-        if spec.top_p is not None or spec.top_k is not None:
-            yield "--top-p and --top-k have no effect at temperature 0"
-        if spec.n > 1:
-            yield f"--n {spec.n} at temperature 0 gives the same completion {spec.n} times; give --temperature"
-    if spec.calibration is not None and (job.quantization is None or job.quantization.text is None):
-        yield "--calibration has no effect: only activations of 8 bits (w8a8) are calibrated"
-    if spec.revision is not None and job.model.is_local:
-        yield "--revision has no effect: the model is not on a hub"
+    spec = job.spec
+    yield from without_effect(spec, job.defaults, job.heeded)
+    if spec.row_options == ALL_COLUMNS:
+        yield from unread_columns(job.source.schema.names, job.heeded)
     if spec.chat and job.prompts.kind in ("messages", "openai"):
         yield "--chat has no effect: the rows say themselves what are messages"
-    if spec.chat_template_kwargs and not job.prompts.uses_chat_template:
-        yield "--chat-template-kwargs has no effect without a chat template; give --chat"
+    if not job.prompts.uses_chat_template:
+        for name in ("chat_template", "chat_template_kwargs"):
+            if getattr(spec, name):
+                yield f"{option_name(name)} has no effect: no prompt goes through a chat template; give --chat"
+    if spec.continue_final_message and job.prompts.kind not in ("messages", "openai"):
+        yield "--continue-final-message has no effect: only messages can end with the assistant's"
+
+
+def warnings_about_the_model(
+    spec: JobSpec, model: ModelDescription, device: torch.device, quantization: Quantization | None
+) -> Iterator[str]:
+    """About what holds for a model wherever its prompts come from."""
+    if model.not_followed and spec.generation_config == "auto":
+        yield f"of the model's generation config, {', '.join(model.not_followed)} is not followed"
+    if spec.calibration is not None and (quantization is None or quantization.text is None):
+        yield "--calibration has no effect: only activations of 8 bits (w8a8) are calibrated"
+    if spec.revision is not None and model.is_local:
+        yield "--revision has no effect: the model is not on a hub"
+    if spec.reasoning_tags != DEFAULT_TAGS and not spec.strip_reasoning:
+        yield "--reasoning-tags has no effect without --strip-reasoning"
+    if device.type == "cpu" and load_library() is None:
+        yield "cbgen's kernels for CPUs are not in this installation, so everything runs on torch, several times slower"
+    if spec.cpu_offload_space > 0 and device.type != "cuda":
+        yield "--cpu-offload-space: swap pool and cache are the same memory here; it takes what the cache could have"
 
 
 def _warnings_about_input_and_output(job: ResolvedJob) -> Iterator[str]:
@@ -198,19 +287,17 @@ def _warnings_about_input_and_output(job: ResolvedJob) -> Iterator[str]:
 
 def _warnings_about_the_engine(job: ResolvedJob) -> Iterator[str]:
     spec = job.spec
-    if job.device.type == "cpu" and load_library() is None:
-        yield "cbgen's kernels for CPUs are not in this installation, so everything runs on torch, several times slower"
     if spec.order == "prefix" and not spec.allow_block_sharing:
         yield "--order prefix has nothing to gain where every prompt is computed by itself"
     if spec.gpu_memory_utilization is not None and spec.max_memory_percent is not None:
         yield "--max-memory-percent has no effect beside --gpu-memory-utilization"
-    if spec.cpu_offload_space > 0 and job.device.type != "cuda":
-        yield "--cpu-offload-space: swap pool and cache are the same memory here; it takes what the cache could have"
 
 
 def space_needed_bytes(job: ResolvedJob) -> int:
     """Of the output and of the parts before it, at most: every row as long as it may be, nothing compressed."""
-    results = job.rows_total * (job.defaults.max_tokens * BYTES_PER_TOKEN + BYTES_PER_RESULT)
+    num_scored = 0 if job.defaults.logprobs is None else 1 + job.defaults.logprobs
+    token_bytes = BYTES_PER_TOKEN + num_scored * BYTES_PER_LOGPROB
+    results = job.rows_total * (job.defaults.max_tokens * token_bytes + BYTES_PER_RESULT)
     return COPIES * results + job.source.size_bytes * job.spec.n
 
 
@@ -221,7 +308,7 @@ def _fingerprint(
     defaults: SamplingParams,
     quantization: Quantization | None,
 ) -> dict[str, Any]:
-    chat_template = model.tokenizer.chat_template if prompts.uses_chat_template else None
+    chat_template = (prompts.chat_template or model.tokenizer.chat_template) if prompts.uses_chat_template else None
     return {
         "model": model.name,
         "model_identity": model.identity,
@@ -240,38 +327,36 @@ def _fingerprint(
         "chat_template_kwargs": prompts.chat_template_kwargs,
         "prints_the_date": chat_template is not None and prints_the_date(str(chat_template)),
         "date": None if spec.date is None else spec.date.isoformat(),
-        "max_tokens": defaults.max_tokens,
-        "temperature": defaults.temperature,
-        "top_p": defaults.top_p,
-        "top_k": defaults.top_k,
-        "ignore_eos": defaults.ignore_eos,
+        **json.loads(json.dumps(asdict(defaults))),
         "seed": spec.seed,
-        "n": spec.n,
+        "row_options": spec.row_options,
+        "strip_reasoning": spec.reasoning_tags if spec.strip_reasoning else None,
+        "continue_final_message": spec.continue_final_message,
+        "truncate_prompt": spec.truncate_prompt,
     }
 
 
 def resolved_lines(job: ResolvedJob) -> dict[str, str]:
     model, defaults, source = job.model, job.defaults, job.source
-    sampling = "greedy" if defaults.temperature == 0 else f"temperature {defaults.temperature:g}"
     revision = f", revision {model.revision}" if model.revision else ""
     prompts = "--template" if job.prompts.kind == "template" else f"column {job.prompts.column}"
     if job.prompts.kind == "openai":
         prompts += ", as each line's url says"
     elif job.prompts.uses_chat_template:
         prompts += " through the chat template"
+        prompts += "" if job.spec.chat_template is None else f" in {job.spec.chat_template}"
     return {
         "input": f"{job.spec.dataset or ', '.join(job.spec.input)}: {source.num_rows} rows, prompts from {prompts}"
         + ("" if job.shard is None else f"; shard {job.shard[0]} of {job.shard[1]} (from 0), dealt by content"),
         "output": f"{job.output.path}, a part every {job.spec.part_rows} rows or {job.spec.part_interval:g} s",
-        "space": f"up to {mib(space_needed_bytes(job))} for output and parts, if every row gets as long as it may; "
-        f"{mib(free_disk_bytes(job.output.path.parent))} free",
+        "space": f"up to {mib(space_needed_bytes(job))} for output and parts, if every row gets as long as it may"
+        + (f", and {job.spec.n} samples" if job.layout.num_samples is None else "")
+        + f"; {mib(free_disk_bytes(job.output.path.parent))} free",
         "model": f"{model.name}{revision}, {str(model.dtype).removeprefix('torch.')}"
         + (f", weights {job.quantization.scheme}" if job.quantization else "")
         + f" on {job.device}, "
         f"context {model.max_model_len}",
-        "sampling": f"max_tokens {defaults.max_tokens}, {sampling}, top_p {defaults.top_p:g}, top_k {defaults.top_k}, "
-        f"seed {job.spec.seed}, n {job.spec.n}, ignore_eos {str(defaults.ignore_eos).lower()}; "
-        "a row's own columns override",
+        "sampling": sampling_line(job.spec, model, defaults, job.heeded),
         "order": f"{job.spec.order}; identical greedy prompts are generated "
         + ("once" if job.spec.deduplicate else "each by itself"),
         "stops at": "token ids " + (", ".join(map(str, sorted(model.eos_token_ids))) or "none"),

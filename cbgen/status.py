@@ -93,7 +93,7 @@ def look(out: str) -> Situation:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """Figures of a job, in output rows. Of a shard that is not finished, rows_total and pending are estimates.
+    """Figures of a job, in output rows. rows_total and pending of one that is not finished may be estimates.
 
     done counts failed rows too, unless they are to be tried again. published, in seconds since 1970, and
     rows_per_second are of the run at work or the last one; unreadable_parts will run again.
@@ -180,7 +180,7 @@ def _status_of_parts(situation: Situation, manifest: Manifest) -> JobStatus:
         situation.state,
         model=manifest.fingerprint["model"],
         rows_total=manifest.rows_total,
-        is_estimate=manifest.fingerprint["shard"] is not None,
+        is_estimate=manifest.is_estimate,
         done=done,
         failed=failed,
         pending=pending,

@@ -12,7 +12,8 @@ from cbgen.data.manifest import PartsFolder
 from cbgen.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_TOO_MANY_FAILED
 from cbgen.finished import look_at_output, manifest_of
 from cbgen.jobspec import JobSpec
-from cbgen.prompting import FailedPrompt, Prompter, RenderedPrompt
+from cbgen.length_policy import LengthPolicy
+from cbgen.prompting import FailedPrompt, RenderedPrompt
 from cbgen.resolution import ResolvedJob, resolve_job, resolved_lines, warnings_about
 
 BATCH_ROWS = 128
@@ -24,12 +25,14 @@ PREVIEW_CHARS = 600
 class Validated:
     """The first rows: prompt tokens of each that can be generated, and why the others cannot.
 
-    most_tokens: that they may generate. num_clamped: rows that reach the context before their max_tokens.
+    most_tokens: that they may generate. num_clamped: rows that reach the context before their max_tokens. num_cut: rows
+    whose prompts are cut.
     """
 
     lengths: list[int] = field(default_factory=list)
     most_tokens: int = 0
     num_clamped: int = 0
+    num_cut: int = 0
     failures: list[tuple[int, str]] = field(default_factory=list)
     first_prompt: str | None = None
 
@@ -74,22 +77,26 @@ def _what_is_there(job: ResolvedJob) -> str:
 
 def _read_rows(job: ResolvedJob, num_rows: int) -> Validated:
     today = datetime.now(timezone.utc).date()
-    prompter = Prompter(job.model.tokenizer, job.prompts, job.defaults, today, job.model.vocab_size, job.spec.id_column)
+    prompter = job.prompter(today)
+    lengths = LengthPolicy(job.model.max_model_len, job.spec.truncate_prompt, prompter.bos_token_id)
     validated, rows = Validated(), islice(job.source.rows(job.columns), num_rows)
     while batch := [prompter.render(row) for row in islice(rows, BATCH_ROWS)]:
         rendered = [prompt for prompt in batch if isinstance(prompt, RenderedPrompt)]
         validated.failures += [(prompt.index, prompt.error) for prompt in batch if isinstance(prompt, FailedPrompt)]
-        if rendered and validated.first_prompt is None:
-            validated.first_prompt = prompter.preview(rendered[0])
         for prompt, ids in zip(rendered, prompter.tokenize(rendered), strict=True):
-            room = job.model.max_model_len - len(ids)
-            if not ids or room <= 0:
+            kept = lengths.cut(ids, prompt.params.max_tokens)
+            is_cut = len(kept) < len(ids)
+            if validated.first_prompt is None:
+                validated.first_prompt = prompter.preview(prompt, kept if is_cut else None)
+            room = lengths.context - len(kept)
+            if not kept or room <= 0:
                 why = f"has {len(ids)} tokens, the context is {job.model.max_model_len}" if ids else "has no tokens"
                 validated.failures.append((prompt.index, f"the prompt {why}"))
             else:
-                validated.lengths.append(len(ids))
+                validated.lengths.append(len(kept))
+                validated.num_cut += is_cut
                 validated.num_clamped += prompt.params.max_tokens > room
-                validated.most_tokens += min(room, prompt.params.max_tokens)
+                validated.most_tokens += min(room, prompt.params.max_tokens) * prompt.params.n
     validated.failures.sort()
     return validated
 
@@ -103,10 +110,12 @@ def _told(job: ResolvedJob, validated: Validated) -> dict[str, str]:
             f"{lengths.sum()} in prompts: {lengths.min()} to {lengths.max()}, median {int(np.median(lengths))}, "
             f"mean {mean:.1f}; about {mean * job.source.num_rows:.0f} in the whole input"
         )
-        lines["generates"] = f"up to {validated.most_tokens * job.spec.n} tokens for these rows"
+        lines["generates"] = f"up to {validated.most_tokens} tokens for these rows"
     if validated.first_prompt is not None:
         shown = validated.first_prompt[:PREVIEW_CHARS].replace("\n", "\n          ")
         lines["prompt"] = "the first one, as the model reads it:\n          " + shown
+    if validated.num_cut:
+        lines["truncated"] = f"{validated.num_cut} prompts are cut to leave room for what is generated"
     if validated.num_clamped:
         lines["clamped"] = f"{validated.num_clamped} rows reach the context before their max_tokens"
     if validated.failures:

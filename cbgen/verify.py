@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from cbgen.data.batches import BATCH_ROWS
 from cbgen.data.key_table import KeyTable, key_array, sample_keys
 from cbgen.data.manifest import Manifest
 from cbgen.data.openai_batch import ID_COLUMN, open_batch
@@ -98,7 +97,7 @@ def _verify_table(verdict: Verdict, output: Output, footer: dict[str, Any]) -> N
     _count(verdict, footer, layout, source, rows)
     if source is None:
         verdict.note("order", f"the input cannot be compared: {reason}")
-    elif not readable or "row_index" in rows.problems:
+    elif not readable or not rows.are_placed:
         verdict.note("order", "the input cannot be compared with rows that cannot be read or placed")
     else:
         _compare(verdict, output, source, layout, rows, footer["input_rows"])
@@ -114,14 +113,17 @@ def _verify_batch(verdict: Verdict, output: Output, footer: dict[str, Any]) -> N
     except UsageError as error:
         source, reason = None, str(error)
     try:
-        found = read_batch(answers, errors, [] if source is None else source.rows([ID_COLUMN]), footer["input_rows"])
+        requests = [] if source is None else source.rows([ID_COLUMN, "n"])
+        found = read_batch(answers, errors, requests, footer["input_rows"])
     except InputError as error:
         verdict.check("content", [str(error)], "")
         return
     verdict.check("content", found.problems, f"{found.num_ok} answers, {found.num_failed} failed requests")
     rows = RowChecks(OutputLayout(), 0)
     rows.num_rows, rows.num_failed = found.num_ok + found.num_failed, found.num_failed
-    _count(verdict, footer, OutputLayout(), source, rows)
+    # A request is one line, however many samples it has; where it has several, those are not counted.
+    rows.has_unknown = footer["rows_total"] != footer["input_rows"]
+    _count(verdict, {**footer, "rows_total": footer["input_rows"]}, OutputLayout(), source, rows)
     if source is None:
         verdict.note("order", f"the input cannot be compared: {reason}")
     else:
@@ -175,7 +177,7 @@ def _check_rows(verdict: Verdict, output: Output, layout: OutputLayout, source: 
 
 def _read_records(path: Path, rows: RowChecks) -> None:
     records = json_records(path)
-    while batch := list(islice(records, BATCH_ROWS)):
+    while batch := list(islice(records, rows.records_at_once)):
         rows.add_records(batch)
 
 
@@ -191,11 +193,17 @@ def _read_tables(path: Path, rows: RowChecks, is_known: bool) -> None:
 def _count(
     verdict: Verdict, footer: dict[str, Any], layout: OutputLayout, source: Input | None, rows: RowChecks
 ) -> None:
-    """Rows in are rows ok, failed, skipped and pending; and as many are recorded."""
-    num_ok, samples = rows.num_rows - rows.num_failed, layout.num_samples
-    num_in = (footer["input_rows"] if source is None else source.num_rows) * samples
-    covered = footer["rows_total"] if layout.is_shard else footer["input_rows"] * samples
-    parts = {"ok": num_ok, "failed": rows.num_failed, "skipped": num_in - covered, "pending": 0}
+    """Rows in are rows ok, failed, skipped and pending; and as many are recorded. Where samples vary, an input row that
+    was skipped counts 1."""
+    num_ok, source_rows = rows.num_rows - rows.num_failed, footer["input_rows"] if source is None else source.num_rows
+    if layout.num_samples is None:
+        covered = footer["rows_total"]
+        skipped = source_rows - (rows.samples(0).num_rows if layout.is_shard else footer["input_rows"])
+    else:
+        covered = footer["rows_total"] if layout.is_shard else footer["input_rows"] * layout.num_samples
+        skipped = source_rows * layout.num_samples - covered
+    num_in = covered + skipped
+    parts = {"ok": num_ok, "failed": rows.num_failed, "skipped": skipped, "pending": 0}
     verdict.counts = {"in": num_in, **parts}
     told = f"{num_in} in = " + " + ".join(f"{number} {name}" for name, number in parts.items())
     found = {"rows_total": rows.num_rows}
@@ -215,12 +223,12 @@ def _compare(
     """Against the input, read again: that proves order, and that no row is missing or doubled."""
     is_mine = np.zeros(source.num_rows, dtype=bool)
     is_mine[:num_input_rows] = True if rows.is_mine is None else rows.is_mine[: source.num_rows]
+    covered = int(np.count_nonzero(is_mine))
     try:
-        difference = difference_from_input(output, source, layout, is_mine)
+        difference = difference_from_input(output, source, layout, is_mine, rows.samples(covered))
     except InputError as error:
         verdict.note("order", f"the input cannot be compared: {error}")
         return
-    covered = int(np.count_nonzero(is_mine))
     told = f"{covered} of the input's {source.num_rows} rows are there, each at its place and once"
     verdict.check("order", [] if difference is None else [difference], told)
 
@@ -238,7 +246,7 @@ def verify_parts(situation: Situation) -> Verdict:
     pending = max(0, manifest.rows_total - done)
     parts = {"ok": done - num_failed, "failed": num_failed, "skipped": 0, "pending": pending}
     verdict.counts = {"in": sum(parts.values()), **parts}
-    about = ", about, before all rows are dealt to shards" if manifest.fingerprint["shard"] is not None else ""
+    about = ", about, before all rows are read" if manifest.is_estimate else ""
     told = " + ".join(f"{number} {name}" for name, number in parts.items())
     verdict.check("counts", [], f"{sum(parts.values())} in = {told}{about}")
     verdict.note("order", "the job is not finished; rows are put in order at its end")

@@ -17,7 +17,8 @@ from cbgen.data.origins import Origin
 from cbgen.data.outputs import JsonlOutput, Output
 from cbgen.data.python_values import python_rows
 from cbgen.data.readers import Input
-from cbgen.data.rows import OutputLayout
+from cbgen.data.rows import NESTED_COLUMNS, NESTED_ROWS, OutputLayout
+from cbgen.data.samples import SampleCounts
 from cbgen.data.selection import Selection, taken
 from cbgen.errors import UsageError
 from cbgen.finished_rows import checked_tables, file_schema, json_records
@@ -27,7 +28,7 @@ class RowChecks:
     """What can be told of rows without the input; they come in order, by tables or JSON records.
 
     problems: the first fault of each kind. is_mine: bool for each input row, those of this shard; None without shards.
-    Rows are told by their place in the output, from 1.
+    Rows are told by their place in the output, from 1. 8 bytes of memory for each input row where samples vary.
     """
 
     def __init__(self, layout: OutputLayout, num_input_rows: int):
@@ -37,19 +38,31 @@ class RowChecks:
         self.problems: dict[str, str] = {}
         self.is_mine = np.zeros(num_input_rows, dtype=bool) if layout.is_shard else None
         self._layout = layout
-        self._last_index = -1
+        self._last_index = self._last_sample = -1
+        self._starts: list[np.ndarray] = []
+
+    @property
+    def are_placed(self) -> bool:
+        """Whether it can be told which rows of the input these are."""
+        varies = self._layout.num_samples is None
+        return "row_index" not in self.problems and not (varies and "sample_index" in self.problems)
+
+    def samples(self, num_input_rows: int) -> SampleCounts:
+        """Of this output's rows, if sample_index is as it must be. num_input_rows: those that the output covers."""
+        if self._layout.num_samples is not None:
+            return SampleCounts(num_input_rows, self._layout.num_samples)
+        starts = np.concatenate([*self._starts, [self.num_rows]])
+        return SampleCounts(len(starts) - 1, np.diff(starts))
 
     def add(self, table: pa.Table) -> None:
         """A table with the columns of the layout, or those of them that are looked at: see `_names`."""
         error, reason, *places = (table[name] for name in self._names)
         failed = error.is_valid().to_numpy()
+        starts = self._add_samples(places.pop().to_numpy() if self._shows_samples else np.zeros(table.num_rows))
         self.num_failed += int(np.count_nonzero(failed))
         self._expect("finish_reason", pc.equal(reason, "error").to_numpy() == failed, "does not go with its error")
-        if self._layout.num_samples > 1:
-            expected = (self.num_rows + np.arange(table.num_rows)) % self._layout.num_samples
-            self._expect("sample_index", places.pop().to_numpy() == expected, "is not the next one")
         if self.is_mine is not None:
-            self._add_indices(places.pop().to_numpy(), self.is_mine)
+            self._add_indices(places.pop().to_numpy(), starts, self.is_mine)
         self.num_rows += table.num_rows
 
     def add_records(self, records: list[dict[str, Any]]) -> None:
@@ -70,14 +83,35 @@ class RowChecks:
         self.has_unknown = True
 
     @property
+    def records_at_once(self) -> int:
+        """As Python objects, log-probabilities make a row of many megabytes."""
+        return BATCH_ROWS if self._layout.optional.isdisjoint(NESTED_COLUMNS) else NESTED_ROWS
+
+    @property
     def _names(self) -> list[str]:
         own = ["row_index"] if self._layout.is_shard else []
-        own += ["sample_index"] if self._layout.num_samples > 1 else []
+        own += ["sample_index"] if self._shows_samples else []
         return [self._layout.prefix + name for name in ("error", "finish_reason", *own)]
 
-    def _add_indices(self, indices: np.ndarray, is_mine: np.ndarray) -> None:
+    @property
+    def _shows_samples(self) -> bool:
+        return "sample_index" in self._layout.columns
+
+    def _add_samples(self, samples: np.ndarray) -> np.ndarray:
+        """Those of a row count up from 0. bool [N]: where the next row is expected to begin."""
+        if self._layout.num_samples is not None:
+            expected = (self.num_rows + np.arange(len(samples))) % self._layout.num_samples
+            self._expect("sample_index", samples == expected, "is not the next one")
+            return expected == 0
+        before = np.concatenate([[self._last_sample], samples[:-1]])
+        starts = (samples == 0) | (before < 0)
+        self._expect("sample_index", samples == np.where(starts, 0, before + 1), "is not the next one")
+        self._last_sample = int(samples[-1]) if len(samples) else self._last_sample
+        self._starts.append(self.num_rows + np.flatnonzero(starts))
+        return starts
+
+    def _add_indices(self, indices: np.ndarray, starts: np.ndarray, is_mine: np.ndarray) -> None:
         """The samples of a row have its row_index, and the next row a larger one."""
-        starts = (self.num_rows + np.arange(len(indices))) % self._layout.num_samples == 0
         before = np.concatenate([[self._last_index], indices[:-1]])
         ascends = np.where(starts, indices > before, indices == before)
         self._expect("row_index", ascends & (indices < len(is_mine)), "does not follow the one before")
@@ -146,24 +180,26 @@ def unchanged_paths(identity: list[list[Any]]) -> list[str]:
     return paths
 
 
-def difference_from_input(output: Output, source: Input, layout: OutputLayout, is_mine: np.ndarray) -> str | None:
+def difference_from_input(
+    output: Output, source: Input, layout: OutputLayout, is_mine: np.ndarray, samples: SampleCounts
+) -> str | None:
     """The first place where the input's columns in the output are not the input's rows in order, each once.
 
-    is_mine: bool for each row of the source, those that the output covers.
+    is_mine: bool for each row of the source, those that the output covers. samples: of these rows.
     """
     selection = Selection(source, is_mine)
     if isinstance(output, JsonlOutput):
-        found = _difference_of_records(json_records(output.path), selection, layout)
+        found = _difference_of_records(json_records(output.path), selection, layout, samples)
     elif source.schema.names:
         names = source.schema.names
         tables = (table for path in output.files for table in checked_tables(path, names))
-        found = _difference_of_tables(_Rows(tables), selection, layout.num_samples)
+        found = _difference_of_tables(_Rows(tables), selection, samples)
     else:
         return None  # without a column any row is like any other, and rows have been counted
     if found is None:
         return None
     place, column = found
-    row = place // layout.num_samples
+    row = samples.row_of(place)
     if column is None or row >= selection.num_rows:
         return f"row {place + 1}: is there no more in the input, or not in the output"
     where = source.place_of(int(selection.row_indices[row]))
@@ -171,49 +207,49 @@ def difference_from_input(output: Output, source: Input, layout: OutputLayout, i
 
 
 def _difference_of_records(
-    own: Iterator[dict[str, Any]], selection: Selection, layout: OutputLayout
+    own: Iterator[dict[str, Any]], selection: Selection, layout: OutputLayout, samples: SampleCounts
 ) -> tuple[int, str | None] | None:
     names, place = set(layout.names), 0
-    for record in islice(selection.records(), selection.num_rows):
+    for row, record in enumerate(islice(selection.records(), min(selection.num_rows, samples.num_rows))):
         expected = json_line(record)
-        for line in islice(own, layout.num_samples):
+        for line in islice(own, samples.start(row + 1) - samples.start(row)):
             if json_line({name: value for name, value in line.items() if name not in names}) != expected:
                 return place, "the line"
             place += 1
-        if place % layout.num_samples:
+        if place < samples.start(row + 1):
             return place, None
-    return _ends(place, selection, layout.num_samples, goes_on=next(own, None) is not None)
+    return _ends(place, selection, samples, goes_on=next(own, None) is not None)
 
 
-def _difference_of_tables(own: "_Rows", selection: Selection, num_samples: int) -> tuple[int, str | None] | None:
+def _difference_of_tables(own: "_Rows", selection: Selection, samples: SampleCounts) -> tuple[int, str | None] | None:
     place = 0
-    for expected in _pieces(selection, max(1, BATCH_ROWS // num_samples)):
-        table = own.take(expected.num_rows * num_samples)
-        differences = [
-            (place + row * num_samples + sample, f"column {column!r}")
-            for sample in range(num_samples)
-            for row, column in _differences(taken(table, np.arange(sample, table.num_rows, num_samples)), expected)
-        ]
+    for first, rows in _pieces(selection, samples):
+        expected = taken(rows, samples.repeated(first, rows.num_rows))
+        table = own.take(expected.num_rows)
+        differences = [(place + row, f"column {column!r}") for row, column in _differences(table, expected)]
         if differences:
             return min(differences)
         place += table.num_rows
-        if table.num_rows < expected.num_rows * num_samples:
+        if table.num_rows < expected.num_rows:
             return place, None
-    return _ends(place, selection, num_samples, goes_on=own.take(1).num_rows > 0)
+    return _ends(place, selection, samples, goes_on=own.take(1).num_rows > 0)
 
 
-def _ends(place: int, selection: Selection, num_samples: int, goes_on: bool) -> tuple[int, str | None] | None:
-    return (place, None) if goes_on or place < selection.num_rows * num_samples else None
+def _ends(place: int, selection: Selection, samples: SampleCounts, goes_on: bool) -> tuple[int, str | None] | None:
+    return (place, None) if goes_on or samples.num_rows < selection.num_rows else None
 
 
-def _pieces(selection: Selection, num_rows: int) -> Iterator[pa.Table]:
-    """The rows of a selection, at most so many at a time; the input is read no further than needed."""
-    left = selection.num_rows
-    for table in selection.tables() if left else ():
-        for first in range(0, table.num_rows, num_rows):
-            yield table.slice(first, num_rows)
-        left -= table.num_rows
-        if not left:
+def _pieces(selection: Selection, samples: SampleCounts) -> Iterator[tuple[int, pa.Table]]:
+    """The rows of a selection, with few samples at a time, and the number of the first; the input is read no further
+    than needed."""
+    first, end = 0, min(selection.num_rows, samples.num_rows)
+    for table in selection.tables() if end else ():
+        left = table.slice(0, end - first)
+        while left.num_rows:
+            rows = left.slice(0, samples.rows_within(first, BATCH_ROWS))
+            yield first, rows
+            first, left = first + rows.num_rows, left.slice(rows.num_rows)
+        if first == end:
             return
 
 

@@ -83,14 +83,15 @@ def write_output(
     rows_per_shard: int = 100_000,
     is_mine: np.ndarray | None = None,
     patience: DiskPatience | None = None,
+    counts: list[int] | None = None,
     **layout: Any,
 ) -> Output:
     """The final output beside the parts of rows 0 to N - 1, or of those that a mask chooses. A name without an
-    extension is a folder."""
+    extension is a folder. counts: samples of each row, where they vary."""
     output = open_output(folder.path.parent / name, not Path(name).suffix, rows_per_shard)
-    selection, choice = Selection(source, is_mine), OutputLayout(**layout)
+    selection, choice = Selection(source, is_mine), OutputLayout(**({"num_samples": None} if counts else {}) | layout)
     wanted = b"".join(key(int(index)) for index in selection.row_indices)
-    results = Results(folder, wanted, choice.num_samples)
+    results = Results(folder, wanted, choice.num_samples or np.array(counts))
     output.write(selection, results, choice, FOOTER, patience or at_once())
     return output
 

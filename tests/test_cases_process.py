@@ -26,7 +26,7 @@ from job_harness import (
 
 from cbgen import report
 from cbgen.data.outputs import ParquetOutput
-from cbgen.data.rows import RESULT_SCHEMA
+from cbgen.data.rows import OPTIONAL_COLUMNS, RESULT_SCHEMA
 from cbgen.models import tiny_random
 
 # Each thing that happens, and the tests that show what becomes of the job; those of other files by their path.
@@ -204,7 +204,9 @@ def test_output_of_a_process_is_short(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize(
-    "name", [name for name in RESULT_SCHEMA.names if name not in ("sample_index", "completion_ids")]
+    "name",
+    # Those that every output has, and those that are there because a row asks for them by this very name.
+    [name for name in RESULT_SCHEMA.names if name not in ("sample_index", *OPTIONAL_COLUMNS)],
 )
 def test_a_column_of_an_output_name(tmp_path: Path, name: str, kind: str) -> None:
     """An input column that bears the name of an output column is refused by that name; a prefix keeps them apart."""

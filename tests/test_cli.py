@@ -32,9 +32,9 @@ def message(*arguments: object, code: int) -> str:
         ([QUESTIONS, "--chat-template-kwargs", "[1]"], "a JSON object is expected"),
         ([QUESTIONS, "--chat-template-kwargs", '{"tokenize": true}'], "tokenize is set by cbgen"),
         ([QUESTIONS, "--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization"),
-        ([QUESTIONS, "--temperature", "-1"], "temperature is -1"),
-        ([QUESTIONS, "--top-p", "0"], "top_p is 0"),
-        ([QUESTIONS, "--max-tokens", "0"], "max_tokens is 0"),
+        ([QUESTIONS, "--temperature", "-1"], "--temperature is -1"),
+        ([QUESTIONS, "--top-p", "0"], "--top-p is 0"),
+        ([QUESTIONS, "--max-tokens", "0"], "--max-tokens is 0"),
         ([QUESTIONS, "--n", "0"], "--n: Input should be greater than 0"),
         ([QUESTIONS, "--page-size", "0"], "page_size: 0 is too small"),
         ([QUESTIONS, "--max-memory-percent", "1.5"], "max_memory_percent: 1.5"),
@@ -160,7 +160,7 @@ def test_everything_resolved_is_printed(tmp_path: Path) -> None:
     result = cbgen("run", source, "--model", "tiny-random", "--out", tmp_path / "o.parquet", "--chat")
     for words in (
         "1 rows, prompts from column prompt",
-        "max_tokens 512, greedy",
+        "greedy, max_tokens 512, n 1, seed 0; the same for all rows",
         "float32 on cpu",
         "blocks of 32 tokens",
     ):
@@ -177,7 +177,9 @@ def test_env() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--top-p", 0.5], "--top-p and --top-k have no effect"),
+        (["--top-p", 0.5], "--top-p has no effect at temperature 0"),
+        (["--min-p", 0.1, "--top-k", 3], "--top-k and --min-p have no effect at temperature 0"),
+        (["--include-stop"], "--include-stop has no effect"),
         (["--n", 2], "the same completion 2 times"),
         (["--revision", "main"], "--revision has no effect"),
         (["--chat-template-kwargs", '{"a": 1}'], "--chat-template-kwargs has no effect"),

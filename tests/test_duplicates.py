@@ -1,9 +1,10 @@
 """Who shares a request: rows join until it is settled, and no more of them wait than may."""
 
 import threading
+from typing import Any
 
 from cbgen.duplicates import Duplicates, Recipients, RowTag, generation_key
-from cbgen.engine.requests import SamplingParams
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.ordering import pack_ids
 
 GREEDY = SamplingParams(max_tokens=8)
@@ -16,9 +17,9 @@ def tags(first: int, count: int = 1) -> list[RowTag]:
 
 
 def test_a_key_holds_what_a_greedy_result_hangs_on() -> None:
-    """Token ids, max_tokens and ignore_eos; neither the filters of sampling nor a seed; sampled rows have none."""
+    """Token ids, max_tokens and ignore_eos; neither the filters of sampling nor a seed or n; sampled rows have none."""
     ids = pack_ids([1, 2])
-    assert generation_key(ids, SamplingParams(8, top_p=0.5, top_k=3, seed=9)) == KEY
+    assert generation_key(ids, SamplingParams(8, top_p=0.5, top_k=3, min_p=0.5, seed=9, n=4)) == KEY
     others = [
         generation_key(pack_ids([2, 1]), GREEDY),
         generation_key(pack_ids([1]), GREEDY),
@@ -27,6 +28,34 @@ def test_a_key_holds_what_a_greedy_result_hangs_on() -> None:
     ]
     assert len({KEY, *others}) == 5
     assert generation_key(ids, SamplingParams(8, temperature=1e-9)) is None
+
+
+OTHERS: dict[str, Any] = {
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {1: 2},
+    "bad_words": "x",
+    "stop": "x",
+    "stop_token_ids": 3,
+    "include_stop": True,
+    "min_tokens": 2,
+    "logprobs": 0,
+    "prompt_logprobs": 0,
+    "skip_special_tokens": False,
+    "json_schema": {"type": "object"},
+    "regex": "x",
+    "choice": ["x"],
+    "grammar": "x",
+}
+
+
+def test_what_changes_a_result_or_what_is_told_of_it_is_not_shared() -> None:
+    """Each such parameter gives a key of its own, however it is written."""
+    ids = pack_ids([1, 2])
+    keys = [generation_key(ids, GREEDY.updated(**{name: value})) for name, value in OTHERS.items()]
+    assert len({KEY, *keys}) == len(OTHERS) + 1
+    assert generation_key(ids, GREEDY.updated(stop=["x", "x"], seed=4)) in keys
 
 
 def test_rows_join_until_the_request_is_settled() -> None:

@@ -21,7 +21,7 @@ from cbgen.data import files, outputs
 from cbgen.data.jsonl import JsonlFile
 from cbgen.data.outputs import open_output
 from cbgen.duplicates import Recipients
-from cbgen.engine.requests import SamplingParams
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.errors import OutputError
 from cbgen.models import tiny_random
 from cbgen.ordering import WaitingRequest, pack_ids

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from job_harness import TIMEOUT_S, TIMING_COLUMNS, cbgen, read_rows, run_tiny, start_process, write_jsonl
 
-from cbgen import collector
+from cbgen.data import rows as output_rows
 from cbgen.data.readers import Input
 
 JOB = ("--model", "tiny-random", "--max-tokens", 4)
@@ -225,7 +225,7 @@ def test_a_part_with_a_changed_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     source, out, kept = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.parquet", tmp_path / "kept"
     parts, summary = tmp_path / "out.parquet.parts", tmp_path / "s.json"
     job = ("run", source, "--out", out, *JOB, "--part-rows", 6, "--max-requests-per-batch", 3, "--summary", summary)
-    monkeypatch.setattr(collector, "WRITE_ROWS", 6)  # no part has all rows, however slow the disk is
+    monkeypatch.setattr(output_rows, "LOT_ROWS", 6)  # no part has all rows, however slow the disk is
     with monkeypatch.context() as patch:
         refuse_call(patch, out)
         assert cbgen(*job, "--publish-timeout", 0).exit_code == 1

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -27,9 +28,11 @@ from cbgen.device import free_memory_bytes
 from cbgen.duplicates import Duplicates
 from cbgen.engine.build import Engine, build_engine
 from cbgen.engine.manager import ListSource
-from cbgen.engine.requests import RequestState, SamplingParams
+from cbgen.engine.requests import RequestState
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.models.loading import TINY_RANDOM, describe, load
 from cbgen.models.tiny_random import build_tokenizer
+from cbgen.output_rows import OutputRows
 from cbgen.pipeline import Feeder
 from cbgen.prompting import OPTION_COLUMNS, Prompter, resolve_source
 from cbgen.row_window import WindowLimits
@@ -63,21 +66,32 @@ class PipedRows:
 class Pipeline:
     """Pipe, feeder, collector and parts, as a job puts them together."""
 
-    def __init__(self, folder: PartsFolder, lines: TextIO, pipe: TextIO, limits: WindowLimits, shard: Shard):
+    def __init__(
+        self,
+        folder: PartsFolder,
+        lines: TextIO,
+        pipe: TextIO,
+        limits: WindowLimits,
+        shard: Shard,
+        num_samples: int | None,
+    ):
         self.pipe = pipe
         prompter = Prompter(
             build_tokenizer(), resolve_source(["prompt"]), SamplingParams(max_tokens=5), datetime.date(2001, 2, 3)
         )
         duplicates = Duplicates(limits.max_duplicates)
         self.folder = folder
-        self.collector = Collector(prompter, PartWriter(folder, 10_000, 3600.0, DiskPatience(0.0, print)), duplicates)
+        output_rows = OutputRows(prompter, build_tokenizer(), None)
+        self.collector = Collector(
+            output_rows, PartWriter(folder, 10_000, 3600.0, DiskPatience(0.0, print)), duplicates
+        )
         self.feeder = Feeder(
             Input([PipedRows(lines)]),
             ["prompt", *OPTION_COLUMNS],
             prompter,
             published=PublishedResults(folder, 1000, Retry()),
             shard=shard,
-            num_samples=1,
+            num_samples=num_samples,
             job_seed=0,
             max_model_len=512,
             collector=self.collector,
@@ -100,13 +114,14 @@ class Pipeline:
 
 
 @contextmanager
-def pipeline(tmp_path: Path, shard: Shard = None, **limits: float) -> Iterator[Pipeline]:
+def pipeline(tmp_path: Path, shard: Shard = None, num_samples: int | None = 1, **limits: float) -> Iterator[Pipeline]:
     """One that waits for complete windows for ever, unless told otherwise."""
     folder = PartsFolder(tmp_path / "out.parquet")
     folder.open(Manifest({}), "if-possible")
     reading, writing = os.pipe()
     with open(reading, encoding="utf-8") as lines, open(writing, "w", encoding="utf-8") as pipe:
-        made = Pipeline(folder, lines, pipe, WindowLimits(**{"patience_s": FOREVER_S, **limits}), shard)  # type: ignore[arg-type]
+        own = WindowLimits(**{"patience_s": FOREVER_S, **limits})  # type: ignore[arg-type]
+        made = Pipeline(folder, lines, pipe, own, shard, num_samples)
         try:
             yield made
         finally:
@@ -240,3 +255,20 @@ def test_closing_in_the_middle(tmp_path: Path) -> None:
         with pipeline(tmp_path / str(len(limits)) / str(limits), **limits) as job:
             job.write("a", "b")
             assert job.feeder.wait_for_first()
+
+
+def test_samples_are_counted_where_each_row_has_its_own(tmp_path: Path) -> None:
+    """Of a shard's rows in input order, 1 for a row that failed; the whole is about as many as the rows read had."""
+    with pipeline(tmp_path, shard=(0, 2), num_samples=None, patience_s=0.0) as job:
+        for n in (1, 3, 0, 2) * 10:
+            job.write(f"wants {n}", n=n)
+        job.pipe.close()
+        while not job.feeder.exhausted:
+            job.feeder.take(10, wait=True)
+        job.feeder.close()
+        assert job.feeder.is_mine is not None
+        mine = [(1, 3, 1, 2)[index % 4] for index in range(40) if job.feeder.is_mine[index]]
+        assert isinstance(job.feeder.num_samples, np.ndarray)
+        assert job.feeder.num_samples.tolist() == mine
+        assert len(job.feeder.keys) == len(mine) * KEY_BYTES
+        assert job.feeder.samples_of(2 * len(mine)) == 2 * sum(mine)

@@ -27,7 +27,15 @@ def die(*arguments):
 outputs.publish_sidecar = die
 main()
 """
-OUTPUT_COLUMNS = ["completion", "finish_reason", "error", "prompt_tokens", "completion_tokens", *TIMING_COLUMNS]
+OUTPUT_COLUMNS = [
+    "completion",
+    "finish_reason",
+    "error",
+    "prompt_tokens",
+    "completion_tokens",
+    "clamped_max_tokens",
+    *TIMING_COLUMNS,
+]
 
 
 def test_bad_rows_are_error_rows(tmp_path: Path) -> None:

@@ -81,12 +81,12 @@ def test_results_are_the_same_in_every_order(
 @pytest.mark.parametrize("order", ["auto", "longest-first"])
 def test_a_whole_input_is_put_in_order_before_the_first_row(tmp_path: Path, order: str) -> None:
     """Rows come to the engine longest first, over the whole input; longest-first looks at prompts too."""
-    rows = [{"prompt": "p" * (1 + n % 3), "max_tokens": 1 + n * 7 % 11, "n": n} for n in range(300)]
+    rows = [{"prompt": "p" * (1 + n % 3), "max_tokens": 1 + n * 7 % 11, "place": n} for n in range(300)]
     source = write_jsonl(tmp_path / "in.jsonl", rows)
     run(source, tmp_path / "out.parquet", order=order, deduplicate=False)
     with_prompts = order == "longest-first"
     lengths = [
-        (row["max_tokens"], row["prompt_tokens"] if with_prompts else -row["n"])
+        (row["max_tokens"], row["prompt_tokens"] if with_prompts else -row["place"])
         for row in by_arrival(tmp_path / "out.parquet")
     ]
     assert len(lengths) == 300
@@ -173,10 +173,10 @@ def test_greedy_samples_of_a_row_are_one_request(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limits", [{}, {"max_requests": 1}, {"max_duplicates": 1}])
 def test_nothing_but_equal_rows(tmp_path: Path, limits: dict[str, int]) -> None:
     """Over several windows, and with no more of them waiting than may: all are there, and the job comes to its end."""
-    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "same", "n": number} for number in range(500)])
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "same", "place": number} for number in range(500)])
     summary = run(source, tmp_path / "out.parquet", WindowLimits(patience_s=0.05, **limits), max_tokens=4)
     rows = read_rows(tmp_path / "out.parquet")
-    assert [row["n"] for row in rows] == list(range(500))
+    assert [row["place"] for row in rows] == list(range(500))
     assert len({row["completion"] for row in rows}) == 1
     num_generated = round(summary["requests_per_second"] * summary["elapsed_s"])
     assert summary["deduplicated"] + num_generated == 500

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbgen.duplicates import Recipients
-from cbgen.engine.requests import SamplingParams
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.jobspec import JobSpec
 from cbgen.ordering import ORDERS, WaitingRequest, arrange, pack_ids, shared_pages, unpack_ids
 

@@ -175,3 +175,21 @@ def test_never_starts_anew_where_shards_were_being_written(tmp_path: Path) -> No
     folder.close()
     run_tiny(source, out, *options, "--resume", "never")
     assert (out / "_job.json").exists()
+
+
+@pytest.mark.parametrize("out", ["out.parquet", "out.jsonl", "out/"])
+def test_failed_rows_are_known_again_in_every_format(tmp_path: Path, out: str) -> None:
+    """A number that a table widens, an object that it pads or keeps as JSON: what failed is not tried again unasked."""
+    rows = [
+        {"prompt": "a", "temperature": -1, "logit_bias": {"5": 1000}, "choice": [1, 2]},
+        {"prompt": "b", "temperature": 0.5, "logit_bias": {"6": 1}, "choice": ["x"]},
+        {"prompt": "c", "temperature": 0.5, "logit_bias": {"5": 1000}},
+        {"prompt": "d", "temperature": 1, "choice": [1, 2]},
+    ]
+    job = ("run", tmp_path / "in.jsonl", "--model", "tiny-random", "--max-tokens", 3, "--out", f"{tmp_path}/{out}")
+    write_jsonl(tmp_path / "in.jsonl", rows)
+    assert cbgen(*job).exit_code == 3
+    write_jsonl(tmp_path / "in.jsonl", [*rows, {"prompt": "e", "temperature": 0}])
+    again = cbgen(*job)
+    assert again.exit_code == 3
+    assert "resuming  4 of 5" in again.output, again.output

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from cbgen.duplicates import Recipients
-from cbgen.engine.requests import SamplingParams
+from cbgen.engine.sampling_params import SamplingParams
 from cbgen.ordering import WaitingRequest, arrange, pack_ids
 from cbgen.row_window import RowWindow, WindowLimits
 

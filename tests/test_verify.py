@@ -266,7 +266,8 @@ def test_parts_of_an_unfinished_job(tmp_path: Path) -> None:
     assert counts["pending"] > 0
     first, second, *_ = sorted(parts.glob("part-*"))
     shutil.copy(first, parts / "part-00000099.parquet")
-    assert_found(out, "parts", "part-00000099.parquet: 5 results are there twice")
+    doubled = pq.read_metadata(first).num_rows  # 5, or more where the writer was late
+    assert_found(out, "parts", f"part-00000099.parquet: {doubled} results are there twice")
     (parts / "part-00000099.parquet").unlink()
     content = first.read_bytes()
     flip(first)

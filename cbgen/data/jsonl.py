@@ -19,6 +19,9 @@ MAX_LINE_DEPTH = 200
 TOO_DEEP = f"JSON nested more than {MAX_LINE_DEPTH} deep"
 _ARROW_REFUSALS = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError)
 
+# Columns whose objects are no records of one kind: in tables they are the JSON that they were, keys in their order.
+KEPT_AS_JSON = ("json_schema", "logit_bias", "tools")
+
 
 class JsonlFile:
     """One object a line. Blank lines and a byte-order mark are read as if they were not there.
@@ -88,9 +91,10 @@ class JsonlFile:
                     if found is None:
                         self._json_columns.add(name)
                     types[name] = pa.string() if found is None else found
-        for name in [name for name, type_ in types.items() if not _fits_parquet(type_)]:
-            self._json_columns.add(name)
-            types[name] = pa.string()
+        for name, type_ in types.items():
+            if not _fits_parquet(type_) or _needs_its_order(name, type_):
+                self._json_columns.add(name)
+                types[name] = pa.string()
         return pa.schema(list(types.items()))
 
     def _array(self, batch: list[dict[str, Any]], field: pa.Field) -> pa.Array:
@@ -101,6 +105,11 @@ class JsonlFile:
             return pa.array(values, type=field.type)
         except _ARROW_REFUSALS:  # an integer that a float column takes only rounded
             return pa.array([_with_floats(value) for value in values], type=field.type)
+
+
+def _needs_its_order(name: str, type_: pa.DataType) -> bool:
+    """Whether objects would say something else with the keys of all rows, in one order: see KEPT_AS_JSON."""
+    return name in KEPT_AS_JSON and pa.types.is_nested(type_)
 
 
 def _common_type(values: list[Any], earlier: pa.DataType | None) -> pa.DataType | None:

@@ -20,7 +20,7 @@ from cbgen.data.rows import PART_SCHEMA, parts_path
 from cbgen.errors import OutputError, ResumeRefusedError
 
 MANIFEST_NAME = "manifest.json"
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 # `cbgen status` holds the lock for a moment to see whether a run does; one that starts just then waits for it.
 LOCK_TIMEOUT_S = 1.0
 PART_METADATA_KEY = b"cbgen"
@@ -42,10 +42,10 @@ class Manifest:
     """What is recorded of a job while it runs. Each field beside its meaning:
 
     fingerprint   options that change results         rows_total   output rows of the whole job
-    settings      options that do not                 retry        see Retry
-    date          given to templates that ask for it  base         "imported", or "pending" while the results of a
-    job_id        by which a finished output knows                 finished output are still being made parts
-                  what is left of its own job
+    settings      options that do not                 is_estimate  whether rows_total is about so many
+    date          given to templates that ask for it  retry        see Retry
+    job_id        by which a finished output knows    base         "imported", or "pending" while the results of a
+                  what is left of its own job                      finished output are still being made parts
     """
 
     fingerprint: dict[str, Any]
@@ -55,10 +55,12 @@ class Manifest:
     retry: Retry = Retry()
     base: str = "imported"
     job_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    is_estimate: bool = False
 
     def as_json(self) -> dict[str, Any]:
         retry = {"generation": self.retry.generation, "kinds": list(self.retry.kinds)}
-        own = {name: getattr(self, name) for name in ("job_id", "fingerprint", "settings", "rows_total", "base")}
+        names = ("job_id", "fingerprint", "settings", "rows_total", "is_estimate", "base")
+        own = {name: getattr(self, name) for name in names}
         return {"version": MANIFEST_VERSION, **own, "date": self.date.isoformat(), "retry": retry}
 
     @classmethod
@@ -75,6 +77,7 @@ class Manifest:
             retry=retry,
             base=str(known["base"]),
             job_id=str(known["job_id"]),
+            is_estimate=bool(known["is_estimate"]),
         )
 
 

@@ -18,6 +18,7 @@ from cbgen.data.assembly import Results, json_line, output_records, output_schem
 from cbgen.data.files import DiskPatience, check_writable, delete, publish, publish_text
 from cbgen.data.manifest import PartsFolder
 from cbgen.data.rows import OutputLayout, OutputRow
+from cbgen.data.samples import SampleCounts
 from cbgen.data.selection import Selection
 from cbgen.errors import OutputError, ResumeRefusedError, first_line
 
@@ -105,7 +106,7 @@ class ParquetOutput(Output):
 
         def write(path: Path) -> None:
             write_parquet(path, schema, output_tables(source, results, layout))
-            _check_count(self.path, pq.read_metadata(path).num_rows, source, layout)
+            _check_count(self.path, pq.read_metadata(path).num_rows, results.samples)
 
         patience.publish(self.path, write)
 
@@ -146,7 +147,7 @@ class JsonlOutput(Output):
                 for rows in output_records(source, results, layout):
                     file.writelines(json_line(row) for row in rows)
                     count += len(rows)
-            _check_count(self.path, count, source, layout)
+            _check_count(self.path, count, results.samples)
             publish_sidecar(self.sidecar, footer, {self.path: path})
 
         patience.publish(self.path, write)
@@ -215,25 +216,28 @@ class FolderOutput(Output):
     def _write_shards(
         self, source: Selection, results: Results, layout: OutputLayout, footer: dict[str, Any]
     ) -> list[Path]:
-        schema, num_rows = schema_with_footer(source, layout, footer), source.num_rows * layout.num_samples
-        paths = self.write_tables(schema, output_tables(source, results, layout), num_rows, layout.num_samples)
-        _check_count(self.path, sum(pq.read_metadata(path).num_rows for path in paths), source, layout)
+        schema = schema_with_footer(source, layout, footer)
+        paths = self.write_tables(schema, output_tables(source, results, layout), results.samples)
+        _check_count(self.path, sum(pq.read_metadata(path).num_rows for path in paths), results.samples)
         return paths
 
-    def write_tables(
-        self, schema: pa.Schema, tables: Iterator[pa.Table], num_rows: int, num_samples: int
-    ) -> list[Path]:
-        """Publishes so many rows as shards, and deletes earlier ones; the marker is to be written after."""
+    def write_tables(self, schema: pa.Schema, tables: Iterator[pa.Table], samples: SampleCounts) -> list[Path]:
+        """Publishes the rows of all samples as shards, and deletes earlier ones; the marker is to be written after.
+
+        The samples of a row are in one shard.
+        """
         check_writable(self.path)
         for old in (self.marker, *self.path.glob(".part-*.tmp-*")):  # and what a killed run had not finished
             delete(old)
-        rows_per_shard = max(1, self._rows_per_shard // num_samples) * num_samples
-        num_shards = max(1, -(-num_rows // rows_per_shard))
-        paths = [self.path / f"part-{number:05d}-of-{num_shards:05d}.parquet" for number in range(num_shards)]
-        for path, piece in zip(paths, _cut(tables, rows_per_shard, num_shards), strict=True):
+        lots = list(samples.lots(self._rows_per_shard)) or [(0, 0)]
+        sizes = [samples.start(first + count) - samples.start(first) for first, count in lots]
+        paths = [self.path / f"part-{number:05d}-of-{len(lots):05d}.parquet" for number in range(len(lots))]
+        for path, piece in zip(paths, _cut(tables, sizes), strict=True):
             publish(path, functools.partial(write_parquet, schema=schema, tables=piece))
         if next(tables, None) is not None:  # which also lets the input see whether it was changed meanwhile
-            raise OutputError(f"{self.path}: there are more rows than {num_rows}; the parts are kept, run it again")
+            raise OutputError(
+                f"{self.path}: there are more rows than {samples.total}; the parts are kept, run it again"
+            )
         for stale in set(self.files) - set(paths):
             delete(stale)
         return paths
@@ -312,12 +316,11 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _cut(tables: Iterator[pa.Table], rows_per_shard: int, num_shards: int) -> Iterator[Iterator[pa.Table]]:
-    """The same tables for one shard after another; each shard's are to be taken before the next one's."""
+def _cut(tables: Iterator[pa.Table], sizes: list[int]) -> Iterator[Iterator[pa.Table]]:
+    """The same tables for shards of these sizes; each one's are to be taken before the next one's."""
     pending: list[pa.Table] = []
 
-    def shard() -> Iterator[pa.Table]:
-        left = rows_per_shard
+    def shard(left: int) -> Iterator[pa.Table]:
         while left and (table := pending.pop() if pending else next(tables, None)) is not None:
             piece = table.slice(0, left)
             left -= piece.num_rows
@@ -325,11 +328,10 @@ def _cut(tables: Iterator[pa.Table], rows_per_shard: int, num_shards: int) -> It
                 pending.append(table.slice(piece.num_rows))
             yield piece
 
-    for _ in range(num_shards):
-        yield shard()
+    for size in sizes:
+        yield shard(size)
 
 
-def _check_count(path: Path, num_rows: int, source: Selection, layout: OutputLayout) -> None:
-    expected = source.num_rows * layout.num_samples
-    if num_rows != expected:
-        raise OutputError(f"{path}: {num_rows} rows were written of {expected}; the parts are kept, run it again")
+def _check_count(path: Path, num_rows: int, samples: SampleCounts) -> None:
+    if num_rows != samples.total:
+        raise OutputError(f"{path}: {num_rows} rows were written of {samples.total}; the parts are kept, run it again")

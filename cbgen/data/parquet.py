@@ -19,7 +19,7 @@ from cbgen.errors import InputError, UsageError, first_line
 READING: dict[str, Any] = {"buffer_size": 1 << 18, "pre_buffer": False, "page_checksum_verification": True}
 # What a value takes in memory beside its own bytes.
 VALUE_BYTES = 8
-_FAILURES = (pa.ArrowException, OSError)
+_FAILURES = (pa.ArrowException, OSError, UnicodeDecodeError)  # the last for names of columns
 
 
 class ParquetFile:

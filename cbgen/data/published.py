@@ -27,7 +27,7 @@ class PublishedResults:
     """
 
     def __init__(self, folder: PartsFolder, num_expected: int, retry: Retry):
-        """num_expected: output rows of the whole job. retry: see there; all else that has a result is done."""
+        """num_expected: output rows of the whole job, about. retry: see there; all else that has a result is done."""
         self._retry = retry
         self._table = KeyTable(num_expected if folder.part_paths() else 0)
         for keys, generation, status in _recorded(folder):

@@ -8,6 +8,9 @@ from cbgen.data.files import DiskPatience
 from cbgen.data.manifest import PartsFolder, part_metadata
 from cbgen.data.rows import OutputRow, part_table
 
+# Log-probabilities may make rows of megabytes: a part is published when it holds so many bytes of them.
+MOST_PART_BYTES = 64 << 20
+
 
 class PartWriter:
     """Collects results and publishes them as immutable parts, every `max_rows` rows or `max_age_s` seconds.
@@ -26,13 +29,15 @@ class PartWriter:
         self._run_started = time.time()
         self._next_number = folder.next_part_number()
         self._rows: list[OutputRow] = []
+        self._num_bytes = 0
         self._oldest_s = 0.0
 
     def add(self, rows: list[OutputRow]) -> None:
         if rows and not self._rows:
             self._oldest_s = time.monotonic()
         self._rows += rows
-        if len(self._rows) >= self._max_rows:
+        self._num_bytes += sum(row.nested_bytes for row in rows)
+        if len(self._rows) >= self._max_rows or self._num_bytes >= MOST_PART_BYTES:
             self.flush()
 
     def flush_if_due(self) -> None:
@@ -48,3 +53,4 @@ class PartWriter:
             self.patience.publish(path, lambda temporary: pq.write_table(table, temporary, write_page_checksum=True))
             self._next_number += 1
             self._rows = []
+            self._num_bytes = 0

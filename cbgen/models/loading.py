@@ -40,7 +40,8 @@ class ModelDescription:
     """All that is known of a model before its weights are loaded.
 
     location: what transformers loads from; None for the model made in memory. identity: tells this model's results from
-    another's, for the job's fingerprint. sampling_defaults: temperature, top_p, top_k of its generation config.
+    another's, for the job's fingerprint. sampling_defaults: what its generation config says of SamplingParams;
+    not_followed: what else it says, by name.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ModelDescription:
     max_model_len: int
     identity: str
     sampling_defaults: dict[str, float | int] = field(default_factory=dict)
+    not_followed: tuple[str, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -181,6 +183,7 @@ def _description(
         max_model_len=_context(config, max_model_len, name),
         identity=identity,
         sampling_defaults=_sampling_defaults(generation),
+        not_followed=_not_followed(generation),
     )
 
 
@@ -238,12 +241,49 @@ def _eos_token_ids(
     return frozenset()
 
 
+# Of a generation config: what sampling goes by, and what holds for greedy generation as well.
+_DRAWN = ("temperature", "top_p", "top_k", "min_p")
+_ALWAYS = {"repetition_penalty": "repetition_penalty", "max_tokens": "max_new_tokens"}
+# What changes the output and is not followed, and the value with which it does not.
+NOT_FOLLOWED: dict[str, Any] = {
+    "typical_p": 1.0,
+    "top_h": None,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": [],
+    "sequence_bias": {},
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "guidance_scale": 1.0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "stop_strings": [],
+}
+
+
 def _sampling_defaults(generation: GenerationConfig) -> dict[str, float | int]:
-    """Only a generation config that asks for sampling has a say; otherwise greedy."""
-    if not generation.do_sample:
-        return {}
-    values = {name: getattr(generation, name) for name in ("temperature", "top_p", "top_k")}
-    return {"temperature": 1.0} | {name: value for name, value in values.items() if value is not None}
+    """Only a generation config that asks for sampling has a say in how tokens are drawn; otherwise greedy."""
+    names = {name: name for name in _DRAWN} if generation.do_sample else {}
+    found = {ours: getattr(generation, theirs) for ours, theirs in (names | _ALWAYS).items()}
+    drawn = {"temperature": 1.0} if generation.do_sample else {}
+    return drawn | {name: value for name, value in found.items() if value is not None}
+
+
+def _not_followed(generation: GenerationConfig) -> tuple[str, ...]:
+    """The names in a generation config that would change the output and do not."""
+    return tuple(
+        name
+        for name, neutral in NOT_FOLLOWED.items()
+        if (value := getattr(generation, name, None)) is not None and value != neutral
+    )
 
 
 def _context(config: PretrainedConfig, asked: int | None, name: str) -> int:

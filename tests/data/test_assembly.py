@@ -4,6 +4,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from parts_harness import (
     FOOTER,
     NOON,
+    at_once,
     failed,
     file_rows,
     key,
@@ -29,8 +31,10 @@ from parts_harness import (
 import cbgen.data.assembly
 from cbgen.data.assembly import Results
 from cbgen.data.manifest import Manifest, PartsFolder
+from cbgen.data.outputs import open_output
 from cbgen.data.readers import Input, open_input
-from cbgen.data.rows import RESULT_SCHEMA, OutputLayout, OutputRow
+from cbgen.data.rows import OPTIONAL_COLUMNS, RESULT_SCHEMA, TOKEN_LOGPROB, OutputLayout, OutputRow
+from cbgen.data.selection import Selection
 from cbgen.errors import OutputError
 
 # Writes a JSONL file from a Parquet one where pandas, which cbgen does not depend on, is not installed.
@@ -84,8 +88,7 @@ def test_rows_come_in_input_order_with_their_own_result(folder: PartsFolder, nam
 
 def passes_of(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
     """Whatever rows take, a pass gathers about so many."""
-    monkeypatch.setattr(cbgen.data.assembly, "LEAST_PASS_ROWS", num_rows)
-    monkeypatch.setattr(cbgen.data.assembly, "PASS_BYTES", 1)
+    monkeypatch.setattr(Results, "most_within", lambda self, num_bytes: num_rows)
 
 
 @pytest.mark.parametrize("rows_per_pass", [1, 100, 1024, 1500])
@@ -102,6 +105,54 @@ def test_many_rows_are_assembled_in_several_passes(
     rows = file_rows(written(folder, source, name, rows_per_shard=700, num_samples=num_samples))
     expected = [(index, f"{index}.{sample}") for index in range(count) for sample in range(num_samples)]
     assert [(row["x"], row["completion"]) for row in rows] == expected
+
+
+@pytest.mark.parametrize("rows_per_pass", [1, 100, 1500])
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "out"])
+@pytest.mark.parametrize("is_shard", [False, True])
+def test_rows_have_samples_of_their_own_number(
+    folder: PartsFolder, monkeypatch: pytest.MonkeyPatch, rows_per_pass: int, name: str, is_shard: bool
+) -> None:
+    """Each row has its own samples and no others, whatever the size of a pass; a file of a folder holds whole rows."""
+    count = 60 if rows_per_pass == 1 else 2600
+    passes_of(monkeypatch, rows_per_pass)
+    wanted = [(1, 4, 2, 70)[index % 4] if index < 500 else 1 for index in range(count)]
+    publish_parts(folder, [ok(index, sample) for index in range(count) for sample in range(wanted[index] + 1)])
+    source = parquet_input(folder.path.parent, {"x": list(range(count))}, row_group_size=900)
+    out = written(folder, source, name, rows_per_shard=101, counts=wanted, is_shard=is_shard)
+    rows = file_rows(out)
+    expected = [(index, sample, f"{index}.{sample}") for index in range(count) for sample in range(wanted[index])]
+    assert [(row["x"], row["sample_index"], row["completion"]) for row in rows] == expected
+    if is_shard:
+        assert [(row["row_index"], row["row_key"]) for row in rows] == [
+            (index, key(index).hex()) for index, *_ in expected
+        ]
+    for file in out.glob("*.parquet"):
+        table = pq.read_table(file)
+        assert table.num_rows <= 101 and table["sample_index"][0].as_py() == 0
+
+
+def test_results_of_samples_that_vary_are_counted(folder: PartsFolder) -> None:
+    """What is missing or failed, of the samples that rows ask for; the others are foreign."""
+    publish_parts(folder, [failed(0), ok(0, 1), ok(1, 1), ok(2), failed(2, 1), ok(9)])
+    results = Results(folder, keys(3), np.array([2, 1, 3], dtype=np.uint16))
+    assert (results.num_missing, results.num_failed, results.num_foreign) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
+@pytest.mark.parametrize("counts", [[2, 2], [2, 2, 1, 1]], ids=["fewer", "more"])
+def test_counts_that_are_not_those_of_the_input(folder: PartsFolder, name: str, counts: list[int]) -> None:
+    """Of other rows than the input has now: one line, and no output."""
+    publish_shuffled(folder, 4, 2)
+    source = parquet_input(folder.path.parent, {"x": [0, 1, 2]})
+    selection, layout = Selection(source), OutputLayout(None)
+    output, results = (
+        open_output(folder.path.with_name(name), False, 10),
+        Results(folder, keys(len(counts)), np.array(counts)),
+    )
+    with pytest.raises(OutputError, match=r"run (it|the same command) again"):
+        output.write(selection, results, layout, FOOTER, at_once())
+    assert not output.path.exists()
 
 
 def test_a_pass_gathers_whole_rows(folder: PartsFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +183,6 @@ def test_a_pass_is_bounded_by_the_bytes_of_its_results(
     folder: PartsFolder, monkeypatch: pytest.MonkeyPatch, is_common: bool
 ) -> None:
     """Rows that are long make fewer of them, also where a part holds a repeated text once."""
-    monkeypatch.setattr(cbgen.data.assembly, "LEAST_PASS_ROWS", 1)
     monkeypatch.setattr(cbgen.data.assembly, "PASS_BYTES", 1 << 20)
     texts = [("" if is_common else f"{index:05}") + "x" * 50_000 for index in range(300)]
     publish_parts(folder, [ok(index, text=text) for index, text in enumerate(texts)])
@@ -202,18 +252,39 @@ def test_missing_and_failed_results_are_counted(folder: PartsFolder) -> None:
     assert Results(folder, b"", 2).num_missing == 0
 
 
-@pytest.mark.parametrize("make", [ok, failed], ids=["values", "nulls"])
+def full(index: int) -> OutputRow:
+    """A result that has all that there is, and a prompt of one token."""
+    best = {"token_id": 7, "token": "é", "logprob": -0.5}
+    tokens = [best | {"rank": 1, "top": [best]}, best | {"token_id": index, "rank": 9, "top": []}]
+    first = {"token_id": 1, "token": "<s>", "logprob": None, "rank": None, "top": []}
+    return replace(
+        ok(index),
+        stop_reason="END",
+        reasoning="because",
+        clamped_max_tokens=9,
+        truncated_prompt_tokens=4,
+        completion_logprobs=pa.array(tokens, TOKEN_LOGPROB),
+        prompt_token_logprobs=pa.array([first], TOKEN_LOGPROB),
+    )
+
+
+def value_of(row: OutputRow, name: str) -> Any:
+    value = getattr(row, name)
+    return value.to_pylist() if isinstance(value, pa.Array) else value
+
+
+@pytest.mark.parametrize("make", [full, ok, failed], ids=["values", "some", "nulls"])
 def test_output_types_do_not_depend_on_the_values(folder: PartsFolder, make: Callable[[int], OutputRow]) -> None:
     """Result columns follow the input's, of the fixed types also when all that may be null is null."""
     publish_parts(folder, [make(0), make(1)])
     columns = pa.table({"x": [1, 2]}).replace_schema_metadata({"owner": "somebody"})
-    output = written(folder, parquet_input(folder.path.parent, columns), with_token_ids=True)
+    output = written(folder, parquet_input(folder.path.parent, columns), optional=frozenset(OPTIONAL_COLUMNS))
     schema = pq.read_schema(output)
     expected = [field for field in RESULT_SCHEMA if field.name != "sample_index"]
     assert schema.names == ["x", *(field.name for field in expected)]
     assert [field.type for field in schema][1:] == [field.type for field in expected]
     assert schema.metadata[b"owner"] == b"somebody"
-    wanted = [{name: getattr(make(index), name) for name in schema.names[1:]} for index in range(2)]
+    wanted = [{name: value_of(make(index), name) for name in schema.names[1:]} for index in range(2)]
     assert [{name: row[name] for name in schema.names[1:]} for row in file_rows(output)] == wanted
 
 
@@ -224,7 +295,7 @@ def test_jsonl_keeps_each_line_and_adds_the_result(folder: PartsFolder) -> None:
     publish_parts(folder, [ok(0), failed(1), ok(2)])
     output = written(folder, open_input([str(folder.path.parent / "in.jsonl")]), "out.jsonl")
     rows = file_rows(output)
-    result = [name for name in RESULT_SCHEMA.names if name not in ("sample_index", "completion_ids")]
+    result = [name for name in RESULT_SCHEMA.names if name not in ("sample_index", *OPTIONAL_COLUMNS)]
     assert [list(row) for row in rows] == [["x", "big", *result], result, ["x", "é", *result]]
     assert rows[0]["x"] == [1, "a"] and rows[0]["big"] == 10**30
     assert rows[2]["x"] == {} and rows[2]["é"] == "\\ud83d\x00"

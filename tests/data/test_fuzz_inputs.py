@@ -277,3 +277,14 @@ def test_a_damaged_parquet_file_is_a_named_failure(made: tuple[bytes, int], data
                 pass
         except (UsageError, InputError) as error:
             assert "\n" not in str(error)
+
+
+def test_a_damaged_name_of_a_column_is_a_named_failure() -> None:
+    """One that is no text any more is told in one line."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"column_of_names": ["a"]}), sink)
+    content = sink.getvalue().to_pybytes().replace(b"column_of_names", b"\xffolumn_of_names")
+    with saved("rows.parquet", content) as path:
+        with pytest.raises(UsageError, match="not a readable Parquet file") as caught:
+            open_input([path])
+        assert "\n" not in str(caught.value)

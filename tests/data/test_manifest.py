@@ -253,10 +253,10 @@ def test_parts_without_a_manifest_are_refused(folder: PartsFolder, output: Path)
         "torn {",
         "[]",
         "{}",
-        '{"version": 2}',
+        '{"version": 3}',
         '{"version": 99, "new": true}',
         '{"version": 1, "fingerprint": {}, "date": "2001-02-03"}',
-        '{"version": 2, "fingerprint": {}, "settings": {}, "rows_total": 3, "date": "soon", "base": "imported"}',
+        '{"version": 3, "fingerprint": {}, "settings": {}, "rows_total": 3, "date": "soon", "base": "imported"}',
     ],
 )
 def test_a_manifest_that_is_not_ours_is_refused(output: Path, content: str) -> None:

@@ -35,7 +35,8 @@ def test_generation_config_is_used_printed_and_recorded(model_folder: Path, tmp_
         "run", SAMPLES / "questions.jsonl", "--model", model_folder, "--out", out, "--limit", 6, "--output-token-ids"
     )
     assert result.exit_code == 0, result.output
-    assert "temperature 0.6, top_p 1, top_k 30" in result.output
+    assert "sampling  temperature 0.6, max_tokens 512, n 1, top_k 30, seed 0; " in result.output
+    assert "; temperature, top_k from the model's generation config; " in result.output
     assert "stops at  token ids 44, 45" in result.output
     for row in read_rows(out):
         ends = [place for place, token in enumerate(row["completion_ids"]) if token in (44, 45)]
@@ -44,7 +45,7 @@ def test_generation_config_is_used_printed_and_recorded(model_folder: Path, tmp_
     greedy = cbgen(
         "run", SAMPLES / "questions.jsonl", "--model", model_folder, "--out", tmp_path / "g.parquet", "--temperature", 0
     )
-    assert "greedy" in greedy.output
+    assert "sampling  greedy, max_tokens 512, n 1, top_k 30, seed 0; top_k from the model's" in greedy.output
 
 
 def test_a_folder_is_told_from_a_changed_one(model_folder: Path) -> None:
