@@ -6,6 +6,19 @@ from cbgen.engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
+class Fitted:
+    """A prompt and its parameters as they fit the context.
+
+    num_cut: tokens that the prompt lost. clamped_max_tokens: what is left of max_tokens; None: all.
+    """
+
+    token_ids: list[int]
+    params: SamplingParams
+    num_cut: int
+    clamped_max_tokens: int | None
+
+
+@dataclass(frozen=True)
 class LengthPolicy:
     """context: tokens of prompt and output together. truncate_prompt: where a prompt is cut: left, right, middle; none:
     never. bos_token_id: stays where a prompt begins with it."""
@@ -13,6 +26,13 @@ class LengthPolicy:
     context: int
     truncate_prompt: str = "none"
     bos_token_id: int | None = None
+
+    def fit(self, token_ids: list[int], params: SamplingParams) -> Fitted:
+        """Cuts the prompt, if that is wanted, and clamps what may be generated."""
+        kept = self.cut(token_ids, params.max_tokens)
+        clamped = self.clamped(params, len(kept))
+        left = clamped.max_tokens if clamped.max_tokens < params.max_tokens else None
+        return Fitted(kept, clamped, len(token_ids) - len(kept), left)
 
     def cut(self, token_ids: list[int], max_tokens: int) -> list[int]:
         """What is left of a prompt: as much as max_tokens leaves of the context, but at least half of that."""

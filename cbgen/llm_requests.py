@@ -117,15 +117,11 @@ class PromptSource:
     def _request(self, pending: Pending, params: SamplingParams, ids: list[int], key: bytes) -> RequestState:
         """The first sample, with the others as its forks."""
         options = self._options
-        kept = options.lengths.cut(ids, params.max_tokens)
-        pending.truncated_prompt_tokens = len(ids) - len(kept)
-        clamped = options.lengths.clamped(params, len(kept))
-        if clamped.max_tokens < params.max_tokens:
-            pending.clamped_max_tokens = clamped.max_tokens
+        fitted = options.lengths.fit(ids, params)
+        pending.truncated_prompt_tokens, pending.clamped_max_tokens = fitted.num_cut, fitted.clamped_max_tokens
         for sample_index in range(params.n):
-            seed = draw_seed(options.seed, params.seed, key, sample_index)
-            request = RequestState(next(options.numbers), list(kept), clamped.with_seed(seed), pending)
-            pending.requests.append(request)
+            own = fitted.params.with_seed(draw_seed(options.seed, params.seed, key, sample_index))
+            pending.requests.append(RequestState(next(options.numbers), list(fitted.token_ids), own, pending))
         first, *first.forks = pending.requests
         return first
 

@@ -201,15 +201,13 @@ class Feeder:
 
     def _waiting_request(self, prompt: RenderedPrompt, ids: list[int], rows: list[RowTag]) -> list[WaitingRequest]:
         """The request for the samples of a row; none if they joined the one of another row."""
-        kept = self._lengths.cut(ids, prompt.params.max_tokens)
-        num_cut = len(ids) - len(kept)
-        self._show_first(prompt, kept if num_cut else None)
-        params = self._lengths.clamped(prompt.params, len(kept))
-        clamped = params.max_tokens if params.max_tokens < prompt.params.max_tokens else None
+        fitted = self._lengths.fit(ids, prompt.params)
+        params, clamped, num_cut = fitted.params, fitted.clamped_max_tokens, fitted.num_cut
+        self._show_first(prompt, fitted.token_ids if num_cut else None)
         self.num_clamped += len(rows) if clamped is not None else 0
         if clamped is not None or num_cut:
             rows = [replace(row, clamped_max_tokens=clamped, truncated_prompt_tokens=num_cut) for row in rows]
-        packed = pack_ids(kept)
+        packed = pack_ids(fitted.token_ids)
         key = generation_key(packed, params) if self._deduplicate else None
         members: list[tuple[SamplingParams, Recipients]]
         if key is None:

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from cbgen.data.python_values import without_nulls
+from cbgen.engine.param_checks import parsed_json
 from cbgen.errors import RowError
 
 
@@ -41,7 +42,7 @@ def checked_messages(value: Any, column: str, may_continue: bool = False) -> lis
     last one may be the assistant's.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = _parsed(value, column)
+        value = parsed_json(column, value)
     if not isinstance(value, list) or not value:
         raise RowError(f"{column} is {_kind(value)}, a list of messages is expected")
     messages = []
@@ -69,7 +70,7 @@ def checked_messages(value: Any, column: str, may_continue: bool = False) -> lis
 
 def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
     """Tools as a template wants them, from a list of objects or its JSON, and without what Arrow pads; None: none."""
-    value = _without_padding(_parsed(value or "null", column) if isinstance(value, str) else value, column)
+    value = _without_padding(parsed_json(column, value or "null") if isinstance(value, str) else value, column)
     if value is None or value == []:
         return None
     if not isinstance(value, list):
@@ -79,13 +80,6 @@ def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
             raise RowError(f"{column} holds {_kind(tool)}, objects that describe a tool each are expected")
         _check_is_json(tool, column)
     return value
-
-
-def _parsed(text: str, column: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"{column} is not valid JSON: {error}") from error
 
 
 def _without_padding(value: Any, column: str) -> Any:

@@ -84,19 +84,17 @@ def _read_rows(job: ResolvedJob, num_rows: int) -> Validated:
         rendered = [prompt for prompt in batch if isinstance(prompt, RenderedPrompt)]
         validated.failures += [(prompt.index, prompt.error) for prompt in batch if isinstance(prompt, FailedPrompt)]
         for prompt, ids in zip(rendered, prompter.tokenize(rendered), strict=True):
-            kept = lengths.cut(ids, prompt.params.max_tokens)
-            is_cut = len(kept) < len(ids)
+            fitted = lengths.fit(ids, prompt.params)
             if validated.first_prompt is None:
-                validated.first_prompt = prompter.preview(prompt, kept if is_cut else None)
-            room = lengths.context - len(kept)
-            if not kept or room <= 0:
+                validated.first_prompt = prompter.preview(prompt, fitted.token_ids if fitted.num_cut else None)
+            if not 0 < len(fitted.token_ids) < lengths.context:
                 why = f"has {len(ids)} tokens, the context is {job.model.max_model_len}" if ids else "has no tokens"
                 validated.failures.append((prompt.index, f"the prompt {why}"))
             else:
-                validated.lengths.append(len(kept))
-                validated.num_cut += is_cut
-                validated.num_clamped += prompt.params.max_tokens > room
-                validated.most_tokens += min(room, prompt.params.max_tokens) * prompt.params.n
+                validated.lengths.append(len(fitted.token_ids))
+                validated.num_cut += fitted.num_cut > 0
+                validated.num_clamped += fitted.clamped_max_tokens is not None
+                validated.most_tokens += fitted.params.max_tokens * prompt.params.n
     validated.failures.sort()
     return validated
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cbgen.engine.param_checks import OF_DATA, OF_NAMES
 from cbgen.errors import RowError, first_line
 
 Structure = tuple[str, str]
@@ -39,7 +40,6 @@ _JSON_OPTIONS: Any = {
 }
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _QUOTED_GRAMMAR = re.compile(r"^ *\d+ \| ", re.MULTILINE)
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # llguidance has 29 February in every year, and a year 0.
 _DAYS_OF_A_CALENDAR = [
     {"pattern": "^0{0,3}[1-9]"},
@@ -48,7 +48,6 @@ _DAYS_OF_A_CALENDAR = [
         "|^([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29"
     },
 ]
-_DATA = ("const", "enum", "default", "example", "examples")
 _LONGEST_REASON = 200
 
 
@@ -261,9 +260,9 @@ def _subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
         elif isinstance(part, dict):
             yield part
             for keyword, value in part.items():
-                if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
+                if keyword in OF_NAMES and isinstance(value, dict):
                     waiting += value.values()
-                elif keyword not in _DATA:
+                elif keyword not in OF_DATA:
                     waiting.append(value)
 
 

@@ -17,9 +17,9 @@ LARGEST_TOKEN_ID = 2**31 - 1
 # Deeper ones are refused alike whatever room for recursion there is.
 MAX_DEPTH = 200
 # Of a JSON schema: keywords whose value is data, and those whose value is schemas by name.
-_OF_DATA = {"const", "enum", "default", "examples"}
+OF_DATA = {"const", "enum", "default", "example", "examples"}
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
-_OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 
 Check = Callable[[str, Any], Any]
 
@@ -132,7 +132,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 def biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     """An object from token ids, which JSON has as texts, to numbers; its JSON; or pairs, as Arrow's maps come."""
     if isinstance(value, str):
-        value = _parsed(name, value)
+        value = parsed_json(name, value)
     if value is None:
         return ()
     if not isinstance(value, dict | list | tuple):
@@ -153,7 +153,7 @@ def biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 
 def schema(name: str, value: Any) -> str:
     """A JSON schema, given as an object or as its text, as text that is the same for both."""
-    given = _parsed(name, value) if isinstance(value, str) else value
+    given = parsed_json(name, value) if isinstance(value, str) else value
     if not isinstance(given, dict):
         raise RowError(f"{name} is {_shown(value)}, an object is expected")
     tidied = _tidied(name, given, is_padded=not isinstance(value, str))
@@ -193,9 +193,9 @@ def _tidied(name: str, node: Any, holds: str = "keywords", depth: int = 0, is_pa
 
 def _held_by(key: str, holds: str) -> str:
     """What the value of a key holds, in an object that holds names, keywords or data."""
-    if holds == "data" or (holds == "keywords" and key in _OF_DATA):
+    if holds == "data" or (holds == "keywords" and key in OF_DATA):
         return "data"
-    return "names" if holds == "keywords" and key in _OF_NAMES else "keywords"
+    return "names" if holds == "keywords" and key in OF_NAMES else "keywords"
 
 
 def _is_number(value: Any) -> bool:
@@ -222,10 +222,10 @@ def _none_one_or_many(value: Any, kind: type) -> list[Any] | None:
 
 def _listed(name: str, value: Any) -> Any:
     """The list that a text is the JSON of: a column of tables holds that where its values have no common type."""
-    return _parsed(name, value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    return parsed_json(name, value) if isinstance(value, str) and value.lstrip().startswith("[") else value
 
 
-def _parsed(name: str, written: str) -> Any:
+def parsed_json(name: str, written: str) -> Any:
     try:
         return json.loads(written)
     except RecursionError as error:
