@@ -14,14 +14,12 @@ import pyarrow as pa
 
 from cbgen.data.manifest import PartsFolder
 from cbgen.data.readers import open_input
-from cbgen.data.rows import NESTED_COLUMNS, NESTED_ROWS, TOKEN_LOGPROB, OutputLayout, OutputRow, PromptRow, lots_of
+from cbgen.data.rows import NESTED_COLUMNS, TOKEN_LOGPROB, OutputLayout, OutputRow, PromptRow, lots_of
 from cbgen.data.writers import PartWriter
 from cbgen.errors import ResumeRefusedError
 from cbgen.prompting import FailedPrompt, Prompter, RenderedPrompt
 from cbgen.resolution import ResolvedJob
 from cbgen.row_keys import RowKeys
-
-BATCH_ROWS = 1024
 
 
 def reopen(job: ResolvedJob, folder: PartsFolder, prompter: Prompter, writer: PartWriter) -> int:
@@ -48,8 +46,7 @@ def _named_rows(job: ResolvedJob, prompter: Prompter) -> Iterator[OutputRow]:
     with open_input([str(path) for path in job.output.files]) as source:
         rows = source.rows([*job.columns, *layout.names])
         row_keys = RowKeys(source.num_rows // (layout.num_samples or 1))
-        batch_rows = BATCH_ROWS if layout.optional.isdisjoint(NESTED_COLUMNS) else NESTED_ROWS
-        while batch := list(islice(rows, batch_rows)):
+        while batch := list(islice(rows, layout.rows_at_once)):
             results = [_result(layout, row) for row in batch]
             firsts = [row for row, result in zip(batch, results, strict=True) if result["sample_index"] == 0]
             if layout.is_shard:

@@ -17,7 +17,7 @@ from cbgen.data.origins import Origin
 from cbgen.data.outputs import JsonlOutput, Output
 from cbgen.data.python_values import python_rows
 from cbgen.data.readers import Input
-from cbgen.data.rows import NESTED_COLUMNS, NESTED_ROWS, OutputLayout
+from cbgen.data.rows import OutputLayout
 from cbgen.data.samples import SampleCounts
 from cbgen.data.selection import Selection, taken
 from cbgen.errors import UsageError
@@ -84,8 +84,7 @@ class RowChecks:
 
     @property
     def records_at_once(self) -> int:
-        """As Python objects, log-probabilities make a row of many megabytes."""
-        return BATCH_ROWS if self._layout.optional.isdisjoint(NESTED_COLUMNS) else NESTED_ROWS
+        return self._layout.rows_at_once
 
     @property
     def _names(self) -> list[str]:

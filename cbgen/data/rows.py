@@ -118,8 +118,10 @@ PART_SCHEMA = pa.schema([pa.field("key", pa.binary(KEY_BYTES), nullable=False), 
 SHARD_FIELDS = (pa.field("row_index", pa.int64(), nullable=False), pa.field("row_key", pa.string(), nullable=False))
 
 
+# Output rows are handed on in lots of so many, or of so many bytes of log-probabilities.
+LOT_ROWS, LOT_BYTES = 1024, 8 << 20
 NESTED_COLUMNS = ("completion_logprobs", "prompt_token_logprobs")
-NESTED_ROWS = 8  # with these columns, as many rows are Python objects at a time
+NESTED_ROWS = 8
 # Result columns that an output has only where the job may fill them.
 OPTIONAL_COLUMNS = (
     "completion_ids",
@@ -152,6 +154,11 @@ class OutputLayout:
         return [name for name in RESULT_SCHEMA.names if name not in hidden]
 
     @property
+    def rows_at_once(self) -> int:
+        """How many rows may be Python objects together: log-probabilities make them many megabytes each."""
+        return LOT_ROWS if self.optional.isdisjoint(NESTED_COLUMNS) else NESTED_ROWS
+
+    @property
     def fields(self) -> list[pa.Field]:
         """Everything beside the input's columns, as the file names it."""
         own = SHARD_FIELDS if self.is_shard else ()
@@ -161,10 +168,6 @@ class OutputLayout:
     @property
     def names(self) -> list[str]:
         return [field.name for field in self.fields]
-
-
-# Output rows are handed on in lots of so many, or of so many bytes of log-probabilities.
-LOT_ROWS, LOT_BYTES = 1024, 8 << 20
 
 
 def lots_of(rows: Iterable[OutputRow]) -> Iterator[list[OutputRow]]:
