@@ -57,6 +57,12 @@ class PagedCache:
     def used_share(self) -> float:
         return 1.0 - self.free_share
 
+    @property
+    def initialized_share(self) -> float:
+        """Free blocks whose content is kept for reuse, over all data blocks; a part of the free share."""
+        num_initialized = 0 if self._full is None else self._full.num_initialized  # a chunk each
+        return num_initialized / self._pool.num_data_chunks
+
     def max_request_tokens(self, most: int) -> int:
         """Tokens of the longest request that this cache could serve alone, `most` at most."""
         return self.layout.max_request_tokens(self._pool.num_data_chunks, most)

@@ -22,6 +22,7 @@ from cbgen.engine.requests import FinishReason, RequestState, heir_of
 from cbgen.engine.sampler import NOT_FINITE, Sampled, Sampler
 from cbgen.engine.sampling_params import SamplingParams
 from cbgen.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
+from cbgen.engine.step_log import StepClock, StepLog
 from cbgen.engine.tail import BalancedTail
 from cbgen.errors import ForwardPassError
 
@@ -91,6 +92,8 @@ class Manager:
         notify: Callable[[str], None] = lambda line: None,
     ):
         self.metrics = EngineMetrics()
+        self.log = StepLog()
+        self._clock = StepClock()
         self.cache = cache
         self.scheduler = scheduler
         self.offloader = Offloader(cache, swap_pool, self.metrics)
@@ -99,7 +102,7 @@ class Manager:
         self._runner = runner
         self._sampler = sampler
         self._endings = endings
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._max_waiting = max_waiting
         self._tail = BalancedTail(scheduler) if balance_tail else None
 
@@ -112,15 +115,18 @@ class Manager:
 
     def step(self) -> list[RequestState]:
         """One forward pass. Returns the requests that finished in it. Raises DeviceFaultError."""
+        self._clock.start()
         batch = self._plan()
-        start_s = time.perf_counter()
+        start_s = self._clock.lap("planning")
         try:
             computed = self._compute(batch)
         except ForwardPassError as error:
             return self._recovery.after(batch, error)
-        self._count(batch, start_s)
+        self.metrics.count_step(start_s, self._clock.lap("sampling"), len(batch.scheduled), self.cache.used_share)
         finished = self._apply(batch, computed)
         self._relieve(batch)
+        self._clock.lap("applying")
+        self.log.add(batch, self._clock, self.metrics, self.scheduler, self.cache)
         return finished
 
     def stop_admitting(self) -> None:
@@ -165,7 +171,7 @@ class Manager:
             for member in members:
                 member.arrive()
             most_tokens = max(member.params.max_tokens for member in members)
-            reason = refusal(request.num_prompt_tokens, most_tokens, self._max_model_len, self.cache)
+            reason = refusal(request.num_prompt_tokens, most_tokens, self.max_model_len, self.cache)
             if reason is None:
                 self.scheduler.add(request)
             else:
@@ -234,7 +240,10 @@ class Manager:
 
     def _compute(self, batch: ScheduledBatch) -> "_Computed":
         """The forward pass: who gets a token from it, and which; and what it says of tokens of prompts."""
-        logits = self._runner.forward(self._buffers.lay_out(batch, self.cache))
+        inputs = self._buffers.lay_out(batch, self.cache)
+        self._clock.lap("layout")
+        logits = self._runner.forward(inputs)
+        self._clock.lap("forward")
         scored, forks, start = [], [], 0
         sampling: list[RequestState] = []
         rows: list[int] = []
@@ -347,9 +356,6 @@ class Manager:
             self.offloader.offload(outsiders)
             self.scheduler.requeue(outsiders)
         return bool(outsiders)
-
-    def _count(self, batch: ScheduledBatch, start_s: float) -> None:
-        self.metrics.count_step(start_s, time.perf_counter(), len(batch.scheduled), self.cache.used_share)
 
 
 @named_failures()
