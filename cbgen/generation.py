@@ -12,11 +12,12 @@ from cbgen.device import free_memory_bytes, total_memory_bytes
 from cbgen.engine.build import Engine, build_engine
 from cbgen.engine.manager import Manager
 from cbgen.engine.metrics import EngineMetrics
-from cbgen.errors import EXIT_TOO_MANY_FAILED
+from cbgen.errors import EXIT_TOO_MANY_FAILED, CbgenError
 from cbgen.models.loading import load
 from cbgen.pipeline import Feeder
 from cbgen.report import ProgressReporter, Snapshot, print_line, print_resolved
 from cbgen.resolution import ResolvedJob
+from cbgen.run_log import FINISHED, RunLog
 from cbgen.stopping import ErrorLimit, StopSwitch
 
 
@@ -30,7 +31,13 @@ class EngineRun:
 
 
 def generate(
-    job: ResolvedJob, feeder: Feeder, collector: Collector, stop: StopSwitch, num_failed_before: int, console: Console
+    job: ResolvedJob,
+    feeder: Feeder,
+    collector: Collector,
+    stop: StopSwitch,
+    num_failed_before: int,
+    console: Console,
+    log: RunLog,
 ) -> EngineRun:
     """Loads the model, if a row is left to generate, and steps it to the end. What finished is published anyway.
 
@@ -42,18 +49,23 @@ def generate(
             run = EngineRun(None, EngineMetrics(), 0.0)
         else:
             started_s = time.perf_counter()
-            engine = _load_engine(job, lambda text: print_line(console, text))
+            engine = load_engine(job, lambda text: print_line(console, text))
             load_s = time.perf_counter() - started_s
             print_resolved(console, _engine_lines(engine, load_s))
-            loop = _Loop(job, engine.manager, feeder, collector, stop, num_failed_before)
+            log.begin(engine, load_s)
+            loop = _Loop(job, engine.manager, feeder, collector, stop, num_failed_before, log)
             feeder.arrange(job.spec.order, engine.config.page_size if engine.manager.cache.shares_blocks else None)
             with ProgressReporter(console, loop.snapshot), stop.draining():
                 loop.run(lambda text: print_line(console, text))
             run = EngineRun(engine, engine.manager.metrics, load_s)
+    except CbgenError as error:
+        log.end(f"failed: {error}")
+        raise
     finally:
         with stop.draining():  # a first signal does not cut off the last publication
             feeder.close()
             collector.close()
+    log.end(FINISHED if stop.reason is None else f"stopped: {stop.reason}")
     if stop.is_asked:
         raise stop.stopped()
     return run
@@ -70,6 +82,7 @@ class _Loop:
         collector: Collector,
         stop: StopSwitch,
         num_failed_before: int,
+        log: RunLog,
     ):
         self._manager = manager
         self._feeder = feeder
@@ -78,6 +91,7 @@ class _Loop:
         self._limit = ErrorLimit(job.spec.max_errors)
         self._num_failed_before = num_failed_before
         self._num_rows = job.num_rows
+        self._log = log
         stop.on_ask = feeder.stop
 
     def run(self, notify: Callable[[str], None]) -> None:
@@ -93,6 +107,7 @@ class _Loop:
                 notify(f"stopping: {stop.reason}; {manager.scheduler.num_active} rows that have begun are finished")
             if stop.is_overdue:
                 return
+            self._log.publish_if_due()
             for request in [*manager.pull(self._feeder), *(manager.step() if manager.scheduler.has_work else [])]:
                 self._collector.put(request)
 
@@ -119,7 +134,8 @@ class _Loop:
             self._stop.ask(reason, EXIT_TOO_MANY_FAILED)
 
 
-def _load_engine(job: ResolvedJob, notify: Callable[[str], None]) -> Engine:
+def load_engine(job: ResolvedJob, notify: Callable[[str], None]) -> Engine:
+    """With the weights, and a cache sized to what memory is left."""
     model, shape = load(job.model, job.device, job.quantization)
     config = job.spec.engine_config().resolve(job.device.type)
     free_bytes = free_memory_bytes(job.device)

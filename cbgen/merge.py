@@ -24,6 +24,7 @@ from cbgen.data.outputs import (
     write_parquet,
 )
 from cbgen.data.rows import OutputLayout, parts_path
+from cbgen.data.runs import checked_runs, condensed
 from cbgen.errors import (
     EXIT_DONE,
     EXIT_FAILED_ROWS,
@@ -171,6 +172,9 @@ def _merged_footer(shards: list[Shard]) -> dict[str, Any]:
         **{name: sum(footer[name] for footer in footers) for name in ("rows_ok", "rows_failed")},
         "rows_total": num_rows,
         "config": {**first["config"], "shard": None},
+        "runs": condensed(
+            {**run, "shard": shard.index} for shard in shards for run in checked_runs(shard.footer.get("runs"))
+        ),
     }
 
 
@@ -205,7 +209,8 @@ def _recorded_fingerprint(path: Path) -> dict[str, Any] | None:
 def _write_parquet(target: Output, shards: list[Shard], layout: OutputLayout, footer: dict[str, Any]) -> None:
     dropped = shard_names(layout)
     schema = pq.read_schema(shards[0].output.files[0])
-    metadata = {**schema.metadata, FOOTER_KEY: json.dumps(footer, ensure_ascii=False).encode()}
+    told = {name: value for name, value in footer.items() if name != "runs" or not isinstance(target, FolderOutput)}
+    metadata = {**schema.metadata, FOOTER_KEY: json.dumps(told, ensure_ascii=False).encode()}
     schema = pa.schema([field for field in schema if field.name not in dropped], metadata)
     samples = samples_of(shards, layout, footer)
     tables = (table.drop_columns(dropped) for table in merged_tables(shards, layout, samples))

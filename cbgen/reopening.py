@@ -4,7 +4,7 @@ Rows are recognised by what they ask for. A finished output holds every input co
 once more; that of one shard tells the keys.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from itertools import islice
@@ -15,15 +15,18 @@ import pyarrow as pa
 from cbgen.data.manifest import PartsFolder
 from cbgen.data.readers import open_input
 from cbgen.data.rows import NESTED_COLUMNS, TOKEN_LOGPROB, OutputLayout, OutputRow, PromptRow, lots_of
+from cbgen.data.runs import checked_runs, new_run_path, write_run
 from cbgen.data.writers import PartWriter
-from cbgen.errors import ResumeRefusedError
+from cbgen.errors import OutputError, ResumeRefusedError
 from cbgen.prompting import FailedPrompt, Prompter, RenderedPrompt
 from cbgen.resolution import ResolvedJob
 from cbgen.row_keys import RowKeys
 
 
-def reopen(job: ResolvedJob, folder: PartsFolder, prompter: Prompter, writer: PartWriter) -> int:
-    """Publishes the results of the finished output as parts of generation 0; returns how many.
+def reopen(
+    job: ResolvedJob, folder: PartsFolder, prompter: Prompter, writer: PartWriter, notify: Callable[[str], None]
+) -> int:
+    """Publishes the results of the finished output as parts of generation 0, and what its runs told; returns how many.
 
     Begins with an empty folder: of an import that was killed, or of a finished job's deletion, nothing is left.
     """
@@ -32,12 +35,23 @@ def reopen(job: ResolvedJob, folder: PartsFolder, prompter: Prompter, writer: Pa
             f"{job.output.path}: is gone, and its results were to be taken over; --resume never generates all anew"
         )
     folder.discard_parts()
+    _take_over_runs(job, folder, notify)
     count, rows = 0, job.output.finished_rows() or _named_rows(job, prompter)
     for lot in lots_of(rows):
         writer.add(lot)
         count += len(lot)
     writer.flush()
     return count
+
+
+def _take_over_runs(job: ResolvedJob, folder: PartsFolder, notify: Callable[[str], None]) -> None:
+    """What they told is no result: one that cannot be written is warned about, and the job goes on."""
+    folder.discard_runs()
+    try:
+        for run in checked_runs((job.output.read_footer() or {}).get("runs")):
+            write_run(new_run_path(folder.path), run)
+    except OutputError as error:
+        notify(f"warning: how earlier runs went is not kept: {error}")
 
 
 def _named_rows(job: ResolvedJob, prompter: Prompter) -> Iterator[OutputRow]:

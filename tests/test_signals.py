@@ -110,7 +110,8 @@ def test_a_time_limit_drains_by_itself(tmp_path: Path) -> None:
     """--time-limit ends the job with 75 and what finished; the next run goes on from there."""
     rows = [{"prompt": "a", "max_tokens": 1}, *({"prompt": f"row {number}"} for number in range(60))]
     source, out = write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "o.parquet"
-    job = ("run", source, "--out", out, *ENDLESS, "--part-rows", 1, "--max-requests-per-batch", 2)
+    in_turn = ("--part-rows", 1, "--max-requests-per-batch", 2, "--order", "arrival")  # the short row is the first
+    job = ("run", source, "--out", out, *ENDLESS, *in_turn)
     stopped = cbgen(*job, "--time-limit", "3s", "--drain-timeout", 0.5)
     assert stopped.exit_code == 75, stopped.output
     assert "--time-limit is near" in stopped.output

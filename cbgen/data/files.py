@@ -23,6 +23,8 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
     The order is: write, fsync the file, rename, fsync the folder. Raises OutputError, with nothing left behind, when
     the disk is full or the folder cannot be written.
     """
+    if os.path.exists(path) and not (path.is_file() or path.is_dir()):  # noqa: PTH110 (no error for a name that cannot be)
+        return _write_into(path, write)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         write(temporary)
@@ -34,6 +36,14 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _write_into(path: Path, write: Callable[[Path], object]) -> None:
+    """What is no file, such as /dev/stdout, is written to, and not replaced."""
+    try:
+        write(path)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def publish_text(path: Path, text: str) -> None:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from cbgen.data.files import ADVICE, check_writable, delete, publish_text
 from cbgen.data.rows import PART_SCHEMA, parts_path
+from cbgen.data.runs import run_paths
 from cbgen.errors import OutputError, ResumeRefusedError
 
 MANIFEST_NAME = "manifest.json"
@@ -24,6 +25,7 @@ MANIFEST_VERSION = 3
 # `cbgen status` holds the lock for a moment to see whether a run does; one that starts just then waits for it.
 LOCK_TIMEOUT_S = 1.0
 PART_METADATA_KEY = b"cbgen"
+OF_THE_MODEL = {"model_identity", "chat_template_sha256", "eos_token_ids", "max_model_len", "prints_the_date"}
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,11 @@ class Manifest:
 
 
 def differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """Every option that differs, with both values."""
-    return [
-        f"{name} is {mine.get(name)!r} now and was {theirs.get(name)!r}"
-        for name in sorted(mine.keys() | theirs.keys())
-        if mine.get(name) != theirs.get(name)
-    ]
+    """Every option that differs, with both values; of another model not also what comes with it."""
+    differing = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
+    if "model" in differing:
+        differing = ["model", *(name for name in differing if name != "model" and name not in OF_THE_MODEL)]
+    return [f"{name} is {mine.get(name)!r} now and was {theirs.get(name)!r}" for name in differing]
 
 
 def fingerprint_conflict(mine: Manifest, theirs: Manifest, retrying: bool) -> str | None:
@@ -102,6 +103,7 @@ class PartsFolder:
 
     out.parquet.parts/manifest.json          see Manifest
                       part-00000000.parquet  results, immutable; only what is here under this name is done
+                      run-000000.json        how a run went, for `cbgen report` (see runs.py)
                       lock                   held by the run at work
     """
 
@@ -254,11 +256,17 @@ class PartsFolder:
     def discard(self) -> None:
         """Deletes what jobs have published here, and nothing else."""
         self.discard_parts()
+        self.discard_runs()
         delete(self.path / MANIFEST_NAME)
 
     def discard_parts(self) -> None:
         """Deletes every part, published or set aside, and leaves the manifest."""
         for path in self.path.glob("part-*.parquet*"):
+            delete(path)
+
+    def discard_runs(self) -> None:
+        """Deletes what earlier runs told of themselves."""
+        for path in run_paths(self.path):
             delete(path)
 
     def _refuse_unless_new(self, resume: str, has_base: bool) -> None:

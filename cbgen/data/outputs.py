@@ -216,7 +216,7 @@ class FolderOutput(Output):
     def _write_shards(
         self, source: Selection, results: Results, layout: OutputLayout, footer: dict[str, Any]
     ) -> list[Path]:
-        schema = schema_with_footer(source, layout, footer)
+        schema = schema_with_footer(source, layout, {name: told for name, told in footer.items() if name != "runs"})
         paths = self.write_tables(schema, output_tables(source, results, layout), results.samples)
         _check_count(self.path, sum(pq.read_metadata(path).num_rows for path in paths), results.samples)
         return paths
@@ -294,7 +294,11 @@ def publish_sidecar(path: Path, footer: dict[str, Any], files: dict[Path, Path])
     told = {
         os.path.relpath(file, path.parent): [there.stat().st_size, file_hash(there)] for file, there in files.items()
     }
-    publish_text(path, json.dumps({"files": told, **footer}, indent=2, ensure_ascii=False))
+    rest = {"files": told, **{name: value for name, value in footer.items() if name != "runs"}}
+    text = json.dumps(rest, indent=2, ensure_ascii=False)
+    if "runs" in footer:  # long lists of numbers, in one line
+        text = f'{text[:-2]},\n  "runs": {json.dumps(footer["runs"], ensure_ascii=False)}\n}}'
+    publish_text(path, text)
 
 
 def read_sidecar(path: Path, folder: Path) -> dict[str, Any]:

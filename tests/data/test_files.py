@@ -280,3 +280,18 @@ def test_who_waits_for_room_can_be_told_to_give_up(tmp_path: Path) -> None:
     first, second = on_a_small_disk(tmp_path / "disk", ABANDON)
     assert first.startswith("1 ['ballast'] ") and os.strerror(errno.ENOSPC) in first
     assert second.startswith("2 ['ballast'] ")
+
+
+def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
+    """A pipe stays a pipe, whose reader gets the text; a full device is an error in one line."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True)
+    publish_text(pipe, "told\n")
+    assert reader.communicate(timeout=60)[0] == "told\n"
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+    if FULL.exists():
+        with pytest.raises(OutputError, match="No space left on device"):
+            publish_text(FULL, "x" * 100_000)
+        assert stat.S_ISCHR(FULL.stat().st_mode)
