@@ -50,8 +50,10 @@ class PartsReader(PartsFolder):
                 table = table.cast(schema.with_metadata(table.schema.metadata))
                 told = told_by_part(table.schema.metadata)
             except FileNotFoundError:
-                raise
-            except (pa.ArrowException, OSError, ValueError):
+                if not path.is_symlink():
+                    raise
+                self.unreadable.append(path)  # it leads nowhere, now and later
+            except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
                 self.unreadable.append(path)
             else:
                 self.told.append(told)
@@ -236,10 +238,10 @@ def _preview_tables(situation: Situation, count: int) -> Iterator[pa.Table]:
 
 
 def _finished_preview(output: Output, footer: dict[str, Any]) -> Iterator[pa.Table]:
-    """A shard's rows have keys; others are told by their place, counted from 1."""
+    """A shard's rows have keys; others are told by their place, counted from 0."""
     layout = finished_layout(footer)
     names = [layout.prefix + name for name in PREVIEW_COLUMNS]
-    first = 1
+    first = 0
     with open_input([str(path) for path in output.files]) as source:
         for table in source.tables():
             keys = [f"row {number}" for number in range(first, first + table.num_rows)]

@@ -114,7 +114,7 @@ def test_preview_shows_the_newest_rows(stopped_job: Path) -> None:
     run_tiny(stopped_job.with_name("in.jsonl"), stopped_job, *JOB[2:])
     times = pq.read_table(stopped_job)["finish_time"].to_pylist()
     (last,) = status_of(stopped_job, "--preview", 1)["preview"]
-    assert times[int(last["key"].removeprefix("row ")) - 1] == max(times)
+    assert times[int(last["key"].removeprefix("row "))] == max(times)
 
 
 def test_preview_of_long_texts_and_failed_rows(tmp_path: Path) -> None:
