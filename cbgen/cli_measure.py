@@ -6,13 +6,17 @@ import typer
 from rich.console import Console
 
 from cbgen import options
+from cbgen.bench.ending import EndingSignals
 from cbgen.cli_app import app, guarded
+from cbgen.cli_options import ENGINE_OPTIONS, SIZE_OPTIONS, with_options
 from cbgen.errors import UsageError
 from cbgen.report import print_line
 
 
 @app.command()
+@with_options(SIZE_OPTIONS)
 def size(
+    context: typer.Context,
     model: options.Model = None,
     memory: options.Memory = None,
     tokens: options.Tokens = None,
@@ -20,14 +24,6 @@ def size(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
-    page_size: options.PageSize = None,
-    num_blocks: options.NumBlocks = None,
-    max_batch_tokens: options.MaxBatchTokens = None,
-    max_requests_per_batch: options.MaxRequestsPerBatch = None,
-    max_memory_percent: options.MaxMemoryPercent = None,
-    gpu_memory_utilization: options.GpuMemoryUtilization = None,
-    cpu_offload_space: options.CpuOffloadSpace = 0.0,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
 ) -> None:
     """Print what of a model fits in memory: the cache, and how many requests of a given length at once.
 
@@ -47,16 +43,10 @@ def size(
 
         memory_bytes = None if memory is None else parse_bytes(memory)
         target = pick_device(device, must_exist=memory is None)
+        engine = {name: context.params[name] for name in SIZE_OPTIONS}
+        gpu_memory_utilization = engine.pop("gpu_memory_utilization")
         memory_of = free_memory_bytes if gpu_memory_utilization is None else total_memory_bytes
-        config = ContinuousBatchingConfig(
-            page_size=page_size,
-            num_blocks=num_blocks,
-            max_batch_tokens=max_batch_tokens,
-            max_requests_per_batch=max_requests_per_batch,
-            max_memory_percent=max_memory_percent,
-            cpu_offload_space=cpu_offload_space,
-            kv_cache_dtype=kv_cache_dtype,
-        ).resolve(target.type)
+        config = ContinuousBatchingConfig(**engine).resolve(target.type)
         lines = {"device": str(target)} | size_lines(
             describe(model, revision, dtype, target, max_model_len, lambda text: print_line(console, text)),
             config,
@@ -73,54 +63,56 @@ def size(
 
 
 @app.command()
+@with_options(ENGINE_OPTIONS)
 def bench(
     context: typer.Context,
     model: options.Model = None,
-    workload: options.Workload = "random",
     backend: options.Backend = None,
+    compare: options.Compare = None,
     runs: options.Runs = 2,
     profile: options.Profile = True,
-    num_prompts: options.NumPrompts = None,
-    input_len: options.InputLen = None,
-    output_len: options.OutputLen = None,
-    prefix_len: options.PrefixLen = None,
-    output_json: options.OutputJson = None,
+    python: options.Python = None,
+    peer_model: options.PeerModel = None,
     revision: options.Revision = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = None,
     calibration: options.Calibration = None,
     max_model_len: options.MaxModelLen = None,
-    page_size: options.PageSize = None,
-    num_blocks: options.NumBlocks = None,
-    max_batch_tokens: options.MaxBatchTokens = None,
-    max_requests_per_batch: options.MaxRequestsPerBatch = None,
-    max_memory_percent: options.MaxMemoryPercent = None,
-    gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    dataset_name: options.DatasetName = "random",
+    dataset_path: options.DatasetPath = None,
+    num_prompts: options.NumPrompts = None,
+    input_len: options.InputLen = None,
+    output_len: options.OutputLen = None,
+    random_range_ratio: options.RandomRangeRatio = None,
+    prefix_len: options.PrefixLen = None,
+    num_prefixes: options.NumPrefixes = None,
+    n: options.BenchN = 1,
+    seed: options.BenchSeed = 0,
+    slo: options.Slo = None,
+    markdown: options.Markdown = False,
+    output_json: options.OutputJson = None,
+    baseline: options.Baseline = None,
+    max_regression: options.MaxRegression = None,
     order: options.Order = "auto",
-    scheduler_type: options.SchedulerType = "fifo",
-    safety_margin: options.SafetyMargin = None,
-    allow_block_sharing: options.AllowBlockSharing = True,
-    cpu_offload_space: options.CpuOffloadSpace = 0.0,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    balance_tail: options.BalanceTail = True,
-    deterministic: options.Deterministic = False,
 ) -> None:
     """Time the same requests on one or several backends, taking turns, and show where cbgen's time goes.
 
     Greedy, and every request generates exactly its tokens, so that all backends do the same work. Loading and one small
-    warm-up are not timed. Exit code 1: a backend could not run.
+    warm-up are not timed. Exit code 1: a backend could not run, or --baseline was faster by more than --max-regression.
     """
     console = Console(stderr=True)
 
     def measure() -> int:
         if model is None:
             raise UsageError("--model is missing")
-        from cbgen.bench import bench_spec, run_bench
+        from cbgen.bench.command import run_bench
+        from cbgen.bench.spec import bench_spec
 
-        return run_bench(bench_spec(context.params), console, Console())
+        return run_bench(bench_spec(context.params), console, Console(), signals)
 
-    guarded(console, measure, "nothing was written")
+    with EndingSignals() as signals:
+        guarded(console, measure, "nothing was written")
 
 
 @app.command()

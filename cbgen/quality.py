@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from rich.table import Table
 
-from cbgen.bench_workloads import read_prompts
+from cbgen.bench.dataset_files import read_prompts
 from cbgen.config import ContinuousBatchingConfig
 from cbgen.device import free_memory_bytes
 from cbgen.engine.build import Engine, build_engine

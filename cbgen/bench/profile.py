@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
-from cbgen.bench_work import Ceilings, Work, is_linear
+from cbgen.bench.work import Ceilings, ModelCosts, Work, bare_model, is_linear
 from cbgen.config import ModelShape
 from cbgen.device import synchronize
 from cbgen.engine.build import Engine
 from cbgen.engine.scheduler import ScheduledBatch
+from cbgen.models.loading import ModelDescription
+from cbgen.models.quantization import Quantization
 
 LINEAR, ATTENTION, SAMPLING, GLUE = "linear", "attention", "sampling", "glue"
 SCHEDULING, REST = "scheduling and layout", "rest"
@@ -25,13 +27,14 @@ PARTS = (LINEAR, ATTENTION, SAMPLING, GLUE, SCHEDULING, REST)
 class Profile:
     """One run of the engine watched. seconds: of each of PARTS, together the time of all steps. wall_s: of the run.
 
-    flops, kv_bytes: what the run computed and read, as bench_work counts it. num_blocks: the size of the cache.
+    flops, weight_bytes, kv_bytes: what the run computed and read, as `work` counts it. num_blocks: the cache's size.
     """
 
     seconds: dict[str, float]
     wall_s: float
     work: Work
     flops: float
+    weight_bytes: float
     kv_bytes: float
     ceilings: Ceilings
     attention_backend: str
@@ -39,6 +42,11 @@ class Profile:
 
     def share(self, part: str) -> float:
         return self.seconds[part] / sum(self.seconds.values())
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Profile":
+        """From the fields of one, and of what it holds, as `asdict` and JSON leave them."""
+        return cls(**values | {"work": Work(**values["work"]), "ceilings": Ceilings(**values["ceilings"])})
 
 
 class StepProfiler:
@@ -84,6 +92,38 @@ class StepProfiler:
     def _now_s(self) -> float:
         synchronize(self._device)
         return time.perf_counter()
+
+
+def profiled(
+    engine: Engine,
+    loaded: tuple[torch.nn.Module, ModelShape],
+    described: ModelDescription,
+    device: torch.device,
+    quantization: Quantization | None,
+    run: Callable[[], object],
+) -> Profile:
+    """Watches the engine while `run` makes it generate, then measures what the machine can do."""
+    model, shape = loaded
+    with profiling(engine, model, shape, device) as profiler:
+        start_s = time.perf_counter()
+        run()
+        wall_s = time.perf_counter() - start_s
+    layout = engine.plan.layout
+    kv_token_bytes = engine.plan.chunk_bytes / layout.pages_per_chunk / layout.page_size
+    bare = bare_model(described)
+    costs = ModelCosts.of(bare, shape, kv_token_bytes, quantization)
+    assert engine.config.num_blocks is not None, "the cache is sized when an engine is built"
+    return Profile(
+        seconds=profiler.seconds,
+        wall_s=wall_s,
+        work=profiler.work,
+        flops=costs.flops(profiler.work),
+        weight_bytes=costs.weight_bytes(profiler.work),
+        kv_bytes=costs.kv_bytes(profiler.work),
+        ceilings=Ceilings.measure(bare, device, quantization),
+        attention_backend=engine.kernel,
+        num_blocks=engine.config.num_blocks,
+    )
 
 
 @contextmanager

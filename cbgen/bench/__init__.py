@@ -1,0 +1,1 @@
+"""`cbgen bench`: the same requests through several engines, and what cbgen's own time goes into."""
