@@ -295,10 +295,14 @@ def _warnings_about_the_engine(job: ResolvedJob) -> Iterator[str]:
 
 def space_needed_bytes(job: ResolvedJob) -> int:
     """Of the output and of the parts before it, at most: every row as long as it may be, nothing compressed."""
+    return space_bytes(job, job.rows_total, job.rows_total * job.defaults.max_tokens)
+
+
+def space_bytes(job: ResolvedJob, num_results: int, num_tokens: int) -> int:
+    """The same of so many results with so many tokens in all."""
     num_scored = 0 if job.defaults.logprobs is None else 1 + job.defaults.logprobs
     token_bytes = BYTES_PER_TOKEN + num_scored * BYTES_PER_LOGPROB
-    results = job.rows_total * (job.defaults.max_tokens * token_bytes + BYTES_PER_RESULT)
-    return COPIES * results + job.source.size_bytes * job.spec.n
+    return COPIES * (num_tokens * token_bytes + num_results * BYTES_PER_RESULT) + job.source.size_bytes * job.spec.n
 
 
 def _fingerprint(

@@ -3,20 +3,16 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from itertools import islice
 
 import numpy as np
 
 from cbgen.data.manifest import PartsFolder
 from cbgen.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_TOO_MANY_FAILED
 from cbgen.finished import look_at_output, manifest_of
+from cbgen.first_rows import FirstRows
 from cbgen.jobspec import JobSpec
-from cbgen.length_policy import LengthPolicy
-from cbgen.prompting import FailedPrompt, RenderedPrompt
 from cbgen.resolution import ResolvedJob, resolve_job, resolved_lines, warnings_about
 
-BATCH_ROWS = 128
 SHOWN_FAILURES = 5
 PREVIEW_CHARS = 600
 
@@ -55,12 +51,12 @@ def validate_job(spec: JobSpec, num_rows: int, notify: Callable[[str], None]) ->
         for warning in warnings_about(job):
             notify(f"warning: {warning}")
         job.refuse_repeated_ids()
-        state = _what_is_there(job)
+        state = what_is_there(job)
         validated = _read_rows(job, num_rows)
-        return resolved_lines(job) | {"there": state} | _told(job, validated), validated.exit_code
+        return resolved_lines(job) | {"resume": state} | _told(job, validated), validated.exit_code
 
 
-def _what_is_there(job: ResolvedJob) -> str:
+def what_is_there(job: ResolvedJob) -> str:
     """At the output. Raises ResumeRefusedError where the run would."""
     folder = PartsFolder(job.output.path)
     found = look_at_output(job, folder)
@@ -70,31 +66,23 @@ def _what_is_there(job: ResolvedJob) -> str:
         return f"a finished output of {found.reopened['rows_total']} rows, from which this job goes on"
     begun = folder.read_manifest() if job.spec.resume != "never" else None
     if begun is None or not folder.has_parts:
-        return "nothing that this job goes on from"
+        return "there is nothing yet, the job begins"
     folder.refuse_other(manifest_of(job, found), begun, job.spec.retry_kinds)
     return "a part of this job, which goes on from there"
 
 
 def _read_rows(job: ResolvedJob, num_rows: int) -> Validated:
-    today = datetime.now(timezone.utc).date()
-    prompter = job.prompter(today)
-    lengths = LengthPolicy(job.model.max_model_len, job.spec.truncate_prompt, prompter.bos_token_id)
-    validated, rows = Validated(), islice(job.source.rows(job.columns), num_rows)
-    while batch := [prompter.render(row) for row in islice(rows, BATCH_ROWS)]:
-        rendered = [prompt for prompt in batch if isinstance(prompt, RenderedPrompt)]
-        validated.failures += [(prompt.index, prompt.error) for prompt in batch if isinstance(prompt, FailedPrompt)]
-        for prompt, ids in zip(rendered, prompter.tokenize(rendered), strict=True):
-            fitted = lengths.fit(ids, prompt.params)
-            if validated.first_prompt is None:
-                validated.first_prompt = prompter.preview(prompt, fitted.token_ids if fitted.num_cut else None)
-            if not 0 < len(fitted.token_ids) < lengths.context:
-                why = f"has {len(ids)} tokens, the context is {job.model.max_model_len}" if ids else "has no tokens"
-                validated.failures.append((prompt.index, f"the prompt {why}"))
-            else:
-                validated.lengths.append(len(fitted.token_ids))
-                validated.num_cut += fitted.num_cut > 0
-                validated.num_clamped += fitted.clamped_max_tokens is not None
-                validated.most_tokens += fitted.params.max_tokens * prompt.params.n
+    validated, first_rows = Validated(), FirstRows(job)
+    for row in first_rows.take(num_rows):
+        if row.prompt is not None and validated.first_prompt is None:
+            validated.first_prompt = first_rows.preview(row)
+        if row.error is not None:
+            validated.failures.append((row.index, row.error))
+        elif row.fitted is not None:
+            validated.lengths.append(len(row.fitted.token_ids))
+            validated.num_cut += row.fitted.num_cut > 0
+            validated.num_clamped += row.fitted.clamped_max_tokens is not None
+            validated.most_tokens += row.fitted.params.max_tokens * row.fitted.params.n
     validated.failures.sort()
     return validated
 

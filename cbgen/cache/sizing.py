@@ -122,4 +122,5 @@ def with_memory_utilization(config: ResolvedConfig, share: float, total_bytes: i
 
 
 def mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f} MiB"
+    """In whole MiB; of less, KiB."""
+    return f"{num_bytes / 2**20:,.0f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.0f} KiB"
