@@ -1,10 +1,8 @@
 """The command line. Heavy imports wait inside the commands, so that `--help` is instant."""
 
-import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,67 +10,34 @@ import typer
 from rich.console import Console
 
 from cbgen import cli_measure, cli_outputs, options
-from cbgen.cli_app import app, guarded
-from cbgen.errors import EXIT_FATAL, UsageError
+from cbgen.cli_app import app, echo_json, guarded
+from cbgen.cli_options import JOB_OPTIONS, given_options, with_options
+from cbgen.errors import EXIT_DONE, EXIT_FATAL, UsageError
 from cbgen.jobspec import SPEC_SUFFIXES, JobSpec, build_spec, option_name, read_spec_file
 from cbgen.report import print_line
 
+# Where `plan` is not told where the output will be.
+NO_OUTPUT = "cbgen-plan"
 CONTINUE = "what finished is published, and the same command continues the job"
 
 __all__ = ["app", "cli_measure", "cli_outputs", "main"]
 
 
-def job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command, which has the context first and its own options last, every option of a job between them.
-
-    They are the fields of JobSpec, each spelt as in `options`, so that a spec file and the command line cannot differ.
-    """
-    context, *own = inspect.signature(command).parameters.values()
-    fields = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None if field.is_required() or isinstance(field.default, list | dict) else field.default,
-            annotation=getattr(options, "".join(word.capitalize() for word in name.split("_"))),
-        )
-        for name, field in JobSpec.model_fields.items()
-    ]
-    own = [parameter for parameter in own if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-
-    def with_options(**values: Any) -> None:
-        asked = values["context"]
-        given = {
-            name: value
-            for name, value in asked.params.items()
-            if name in JobSpec.model_fields
-            and (source := asked.get_parameter_source(name)) is not None
-            and source.name == "COMMANDLINE"
-        }
-        command(given, **{parameter.name: values[parameter.name] for parameter in own})
-
-    context = context.replace(annotation=typer.Context, kind=inspect.Parameter.KEYWORD_ONLY, name="context")
-    parameters = [context, *fields, *own]
-    with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
-    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return with_options
-
-
 @app.command()
-@job_options
-def run(given: dict[str, Any]) -> None:
+@with_options(JOB_OPTIONS)
+def run(context: typer.Context) -> None:
     """Generate a completion for every row of INPUT and write them, in order, to --out.
 
     The same command run again continues where a stopped run was. Exit codes: 0 done, 1 fatal, 2 usage, 3 done with
     failed rows, 4 resume refused, 5 all rows failed or --max-errors exceeded, 75 stopped and resumable.
     """
     console = Console(stderr=True)
-    guarded(console, lambda: _run(_spec(given), console), CONTINUE)
+    guarded(console, lambda: _run(_spec(context), console), CONTINUE)
 
 
 @app.command()
-@job_options
-def validate(given: dict[str, Any], *, rows: options.CheckRows = 1000) -> None:
+@with_options(JOB_OPTIONS)
+def validate(context: typer.Context, *, rows: options.CheckRows = 1000) -> None:
     """Check a job spec, or the options of a run, without loading weights: columns, template, tokenizer, tokens.
 
     Exit codes are those of the run: 2 for what is wrong with the job, 3 when some of the rows would fail, 5 when all.
@@ -82,12 +47,45 @@ def validate(given: dict[str, Any], *, rows: options.CheckRows = 1000) -> None:
     def check() -> int:
         from cbgen.validation import validate_job
 
-        lines, code = validate_job(_spec(given), rows, lambda text: print_line(console, text))
+        lines, code = validate_job(_spec(context), rows, lambda text: print_line(console, text))
         for name, value in lines.items():
             typer.echo(f"{name:<10}{value}")
         return code
 
     guarded(console, check)
+
+
+@app.command()
+@with_options(JOB_OPTIONS)
+def plan(
+    context: typer.Context,
+    *,
+    rows: options.PlanRows = 20_000,
+    calibrate: options.Calibrate = True,
+    expected_tokens: options.ExpectedTokens = None,
+    json: options.Json = False,
+) -> None:
+    """Tell what a job comes to before it is run: tokens, limits, shared prefixes, cache, disk, and the time it takes.
+
+    For the time the model is loaded, some forward passes over rows of the input are timed, and the run is simulated
+    with the engine's own scheduler and cache. --out may be left out; nothing is written.
+    """
+    console = Console(stderr=True)
+
+    def show() -> int:
+        from cbgen.plan.command import make_plan, plan_json, plan_lines
+
+        made = make_plan(
+            _spec(context, needs_out=False), rows, calibrate, expected_tokens, lambda text: print_line(console, text)
+        )
+        if json:
+            echo_json(plan_json(made))
+            return EXIT_DONE
+        for name, value in plan_lines(made):
+            typer.echo(f"{name:<10}{value}")
+        return EXIT_DONE
+
+    guarded(console, show)
 
 
 def _run(spec: JobSpec, console: Console) -> int:
@@ -106,8 +104,10 @@ def _run(spec: JobSpec, console: Console) -> int:
     return outcome.exit_code
 
 
-def _spec(given: dict[str, Any]) -> JobSpec:
-    """The options given, over those of the job spec that may be among them."""
+def _spec(context: typer.Context, needs_out: bool = True) -> JobSpec:
+    """The options given, over those of the job spec that may be among them. needs_out: where not, --out may be left
+    out, and is a name that says so."""
+    given = given_options(context, JOB_OPTIONS)
     inputs = given.get("input") or []
     if any(Path(path).suffix in SPEC_SUFFIXES for path in inputs):
         if len(inputs) > 1:
@@ -116,6 +116,9 @@ def _spec(given: dict[str, Any]) -> JobSpec:
     for name in ("chat_template_kwargs", "logit_bias"):
         if isinstance(given.get(name), str):
             given = {**given, name: _json_object(option_name(name), given[name])}
+    if not needs_out:
+        suffix = ".jsonl" if given.get("format") == "openai-batch" else ".parquet"
+        given = {"out": NO_OUTPUT + suffix} | given
     return build_spec(given)
 
 

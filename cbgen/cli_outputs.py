@@ -66,3 +66,21 @@ def merge(shards: options.Shards, out: options.Out = None, rows_per_shard: optio
         return merged.exit_code
 
     guarded(console, join, "nothing was written")
+
+
+@app.command()
+def report(out: options.JobOutput, report_file: options.ReportFile = None) -> None:
+    """Make one HTML page of the job of OUT, finished or not: its rows, and how the engine spent the time."""
+    console = Console(stderr=True)
+
+    def make() -> int:
+        from cbgen.report_page.page import write_report
+        from cbgen.report_page.target import output_path, page_path
+
+        path = output_path(out)
+        page = page_path(path, report_file)
+        write_report(path, page, lambda text: print_line(console, text))
+        typer.echo(str(page))
+        return 0
+
+    guarded(console, make)

@@ -13,10 +13,11 @@ from cbgen.data.assembly import Results
 from cbgen.data.files import DiskPatience, check_writable
 from cbgen.data.manifest import Manifest, PartsFolder
 from cbgen.data.published import PublishedResults
+from cbgen.data.runs import read_runs
 from cbgen.data.selection import Selection
 from cbgen.data.writers import PartWriter
 from cbgen.duplicates import Duplicates
-from cbgen.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_TOO_MANY_FAILED, OutputError
+from cbgen.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_TOO_MANY_FAILED, CbgenError, OutputError, first_line
 from cbgen.finished import look_at_output, manifest_of
 from cbgen.generation import EngineRun, generate
 from cbgen.jobspec import JobSpec
@@ -24,8 +25,10 @@ from cbgen.output_rows import OutputRows
 from cbgen.pipeline import Feeder
 from cbgen.reopening import reopen
 from cbgen.report import Summary, print_first_prompt, print_line, print_resolved, versions
+from cbgen.report_page.page import write_report
 from cbgen.resolution import ResolvedJob, resolve_job, resolved_lines, warnings_about
 from cbgen.row_window import WindowLimits
+from cbgen.run_log import RunLog
 from cbgen.stopping import ErrorLimit, StopSwitch, parse_duration
 from cbgen.summary import summarize
 
@@ -68,8 +71,17 @@ class JobRun:
         self._limits = limits
         self._folder = PartsFolder(job.output.path)
         self._patience = DiskPatience(job.spec.publish_timeout, self._print)
+        self._is_ours = False  # what is at the output
 
     def run(self) -> Outcome:
+        """However the run ends, a page about the job is written, if there is one and the user wants that."""
+        try:
+            return self._run()
+        finally:
+            if self._is_ours:
+                self._report()
+
+    def _run(self) -> Outcome:
         job, spec = self._job, self._job.spec
         for warning in warnings_about(job):
             self._print(f"warning: {warning}")
@@ -78,8 +90,9 @@ class JobRun:
             if found.complete is not None:
                 return self._already_complete(found.complete)
         job.refuse_repeated_ids()
-        for path in (*job.output.new_files, spec.summary_path or job.output.path):
-            check_writable(path.parent)
+        for path in (*job.output.new_files, spec.summary_path, spec.report_path):
+            if path is not None:
+                check_writable(path.parent)
         try:
             self._folder.lock()
             found = look_at_output(job, self._folder)
@@ -88,9 +101,11 @@ class JobRun:
             if found.reopened is not None and found.has_leftovers:
                 self._folder.discard()
             manifest = self._folder.open(manifest_of(job, found), spec.resume, spec.retry_kinds)
+            self._is_ours = True
             print_resolved(self._console, resolved_lines(job))
             feeder, collector, num_failed = self._start_pipeline(manifest)
-            run = generate(job, feeder, collector, self._stop, num_failed, self._console)
+            log = RunLog(self._folder.path, job.device, collector, spec.part_interval, self._print)
+            run = generate(job, feeder, collector, self._stop, num_failed, self._console, log)
             summary, config = self._finish(manifest, feeder, collector, run)
         finally:
             self._folder.close()
@@ -102,6 +117,7 @@ class JobRun:
 
     def _already_complete(self, finished: dict[str, Any]) -> Outcome:
         """Nothing is left to do, but perhaps to delete parts that a run was killed over."""
+        self._is_ours = True
         if self._folder.path.exists():
             self._remove_parts()
         ok, failed = finished["rows_ok"], finished["rows_failed"]
@@ -126,7 +142,7 @@ class JobRun:
         job, spec = self._job, self._job.spec
         prompter = job.prompter(manifest.date)
         if manifest.base == "pending":
-            count = reopen(job, self._folder, prompter, self._writer(generation=0))
+            count = reopen(job, self._folder, prompter, self._writer(generation=0), self._print)
             manifest = replace(manifest, base="imported")
             self._folder.write_manifest(manifest)
             self._print(f"reopened  {job.output.path}: its {count} results are taken over")
@@ -196,6 +212,7 @@ class JobRun:
             "rows_failed": summary.rows_failed,
             "config": config,
             "versions": versions(),
+            "runs": read_runs(self._folder.path),
         }
         job.output.write(selection, results, job.layout, footer, self._patience)
         self._remove_parts()
@@ -207,6 +224,18 @@ class JobRun:
             self._folder.remove()
         except OutputError as error:
             self._print(f"warning: {error}")
+
+    def _report(self) -> None:
+        """No result is lost with a page, so that one that cannot be made, whatever the reason, ends nothing."""
+        report = self._job.spec.report_path
+        if report is None:
+            return
+        try:
+            write_report(self._job.output.path, report, self._print)
+            self._print(f"report    {report}")
+        except Exception as error:  # noqa: BLE001
+            told = str(error) if isinstance(error, CbgenError) else f"{type(error).__name__}: {first_line(error)}"
+            self._print(f"warning: --report {report}: {told}")
 
     def _writer(self, generation: int) -> PartWriter:
         spec = self._job.spec

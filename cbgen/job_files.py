@@ -11,6 +11,7 @@ from cbgen.data.openai_batch import ID_COLUMN, open_batch
 from cbgen.data.openai_output import RESULT_PREFIX, open_batch_output
 from cbgen.data.outputs import Output, open_output
 from cbgen.data.readers import Input, open_input
+from cbgen.data.rows import parts_path
 from cbgen.errors import UsageError
 from cbgen.jobspec import JobSpec, is_folder, option_name
 
@@ -44,12 +45,33 @@ def open_job_files(spec: JobSpec) -> JobFiles:
     """Raises UsageError for what is missing, or does not go together. `source` is to be closed."""
     shard = resolve_shard(spec.shard_index, spec.shard_count, os.environ)
     number = "00000-of-00001" if shard is None else f"{shard[0]:05d}-of-{shard[1]:05d}"
-    paths = {name: getattr(spec, name) for name in ("out", "summary", "error_file")}
+    paths = {name: getattr(spec, name) for name in ("out", "summary", "report", "error_file")}
     named = {name: path and path.replace("{shard}", number) for name, path in paths.items()}
     spec = spec.model_copy(update=named)
-    if spec.summary_path is not None and spec.summary_path.is_dir():
-        raise UsageError(f"--summary {spec.summary}: is a folder, a file is expected")
-    return _open_openai_batch(spec, shard) if spec.format == OPENAI_BATCH else _open_rows(spec, shard)
+    for name, path in (("summary", spec.summary_path), ("report", spec.report_path)):
+        if path is not None and path.is_dir():
+            raise UsageError(f"{option_name(name)} {path}: is a folder, a file is expected")
+    files = _open_openai_batch(spec, shard) if spec.format == OPENAI_BATCH else _open_rows(spec, shard)
+    try:
+        _refuse_overwriting(files)
+    except UsageError:
+        files.source.close()
+        raise
+    return files
+
+
+def _refuse_overwriting(files: JobFiles) -> None:
+    """Raises UsageError where the figures or the page of a run would take the place of rows, or of each other."""
+    taken = {path.resolve(): "--out" for path in (files.output.path, *files.output.new_files)}
+    taken |= {Path(str(known[0])).resolve(): "the input" for known in files.source.identity if known[0] != "limit"}
+    within = [parts_path(files.output.path), *([files.output.path] if is_folder(files.spec.out) else [])]
+    for option, path in (("--summary", files.spec.summary_path), ("--report", files.spec.report_path)):
+        if path is None:
+            continue
+        there = path.resolve()
+        if there in taken or any(folder.resolve() in there.parents for folder in within):
+            raise UsageError(f"{option} {path}: would overwrite {taken.get(there, '--out')}; give another file")
+        taken[there] = option
 
 
 def _open_rows(spec: JobSpec, shard: tuple[int, int] | None) -> JobFiles:

@@ -94,6 +94,7 @@ class JobSpec(pydantic.BaseModel):
     reasoning_tags: str = "<think> </think>"
     output_prefix: str = ""
     summary: str | None = None
+    report: str | None = None
     error_file: str | None = None
     rows_per_shard: pydantic.PositiveInt = 100_000
     resume: Literal["if-possible", "always", "never"] = "if-possible"
@@ -174,6 +175,10 @@ class JobSpec(pydantic.BaseModel):
     @property
     def summary_path(self) -> Path | None:
         return None if self.summary is None else Path(self.summary).expanduser()
+
+    @property
+    def report_path(self) -> Path | None:
+        return None if self.report is None else Path(self.report).expanduser()
 
     def engine_config(self) -> ContinuousBatchingConfig:
         return ContinuousBatchingConfig(

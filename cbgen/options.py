@@ -125,12 +125,16 @@ MaxTokens = Annotated[
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING, show_default="the model's generation config, or 0"),
+    typer.Option(
+        help="Divides the logits before tokens are drawn: less is more predictable, 0 is greedy.",
+        rich_help_panel=SAMPLING,
+        show_default="the model's generation config, or 0",
+    ),
 ]
 TopP = Annotated[
     float | None,
     typer.Option(
-        help="Smallest set of tokens with this probability.",
+        help="Draw from the smallest set of tokens that together have this probability.",
         rich_help_panel=SAMPLING,
         show_default="the model's generation config, or 1",
     ),
@@ -138,7 +142,7 @@ TopP = Annotated[
 TopK = Annotated[
     int | None,
     typer.Option(
-        help="The k most probable tokens; 0 is off.",
+        help="Draw from the k most probable tokens; 0 is off.",
         rich_help_panel=SAMPLING,
         show_default="the model's generation config, or 0",
     ),
@@ -146,7 +150,7 @@ TopK = Annotated[
 MinP = Annotated[
     float | None,
     typer.Option(
-        help="Tokens at least so probable, as a share of the most probable one's.",
+        help="Draw from tokens at least so probable, as a share of the most probable one's.",
         rich_help_panel=SAMPLING,
         show_default="the model's generation config, or 0",
     ),
@@ -249,7 +253,8 @@ RowOptions = Annotated[
 Order = Annotated[
     str,
     typer.Option(
-        help="Rows within a window of them: prefix (common prefixes together), longest-first, arrival, or auto, both.",
+        help="What is generated first: longest-first, prefix (common prefixes together), arrival, or auto: longest "
+        "first, common prefixes together.",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -288,6 +293,10 @@ ReasoningTags = Annotated[
 ]
 OutputPrefix = Annotated[str, typer.Option(help="Prefix of the output columns' names.", rich_help_panel=OUTPUT)]
 Summary = Annotated[str | None, typer.Option(help="Write the run's figures to this JSON file.", rich_help_panel=OUTPUT)]
+Report = Annotated[
+    str | None,
+    typer.Option(help="Write an HTML page about the run here when it ends; see cbgen report.", rich_help_panel=OUTPUT),
+]
 Resume = Annotated[
     str,
     typer.Option(
@@ -432,13 +441,15 @@ Tokens = Annotated[
     list[int] | None,
     typer.Option(help="Length of a request, prompt and output; may be repeated.", show_default="256, 1024, 4096, ..."),
 ]
-Workload = Annotated[
+DatasetName = Annotated[
     str,
     typer.Option(
-        help="random, shared-prefix, or a JSONL file whose lines have prompt or prompt_ids, and max_tokens.",
+        help="random, prefix-repetition, sharegpt, or custom: a JSONL file whose lines have prompt or prompt_ids, and "
+        "max_tokens.",
         rich_help_panel=WORKLOAD,
     ),
 ]
+DatasetPath = Annotated[str | None, typer.Option(help="File of sharegpt or custom.", rich_help_panel=WORKLOAD)]
 NumPrompts = Annotated[
     int | None,
     typer.Option(
@@ -453,34 +464,98 @@ OutputLen = Annotated[
     int | None,
     typer.Option(help="Tokens to generate for each request.", rich_help_panel=WORKLOAD, show_default="64"),
 ]
+RandomRangeRatio = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of their length by which prompts and outputs of random differ, to either side.",
+        rich_help_panel=WORKLOAD,
+        show_default="0",
+    ),
+]
 PrefixLen = Annotated[
     int | None,
     typer.Option(
-        help="Random tokens that all prompts begin with.",
+        help="Random tokens that prompts begin with.",
         rich_help_panel=WORKLOAD,
-        show_default="0 for random, 512 for shared-prefix",
+        show_default="0 for random, 256 for prefix-repetition",
     ),
 ]
+NumPrefixes = Annotated[
+    int | None,
+    typer.Option(help="Different prefixes of prefix-repetition.", rich_help_panel=WORKLOAD, show_default="10"),
+]
+BenchN = Annotated[int, typer.Option("--n", help="Samples of each request.", rich_help_panel=WORKLOAD)]
+BenchSeed = Annotated[int, typer.Option("--seed", help="Seed of what is random.", rich_help_panel=WORKLOAD)]
 Backend = Annotated[
-    list[str] | None,
+    str | None,
     typer.Option(
-        help="cbgen; hf: transformers' generate in batches of 32; hf-cb: its continuous batching. May be repeated.",
+        help="cbgen; hf: transformers' generate in batches of 32; hf-cb: its continuous batching; vllm; openvino.",
         show_default="cbgen",
     ),
 ]
-Runs = Annotated[int, typer.Option(help="Timed runs of each backend, taking turns.")]
+Compare = Annotated[
+    str | None,
+    typer.Option(help="Several backends with commas, such as cbgen,hf: they take turns, the first against each other."),
+]
+Runs = Annotated[int, typer.Option(help="Timed runs of each backend.")]
 Profile = Annotated[
     bool,
     typer.Option("--profile/--no-profile", help="Run cbgen once more, untimed, to see where its time goes."),
 ]
+Python = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=PATH of the Python that has a backend installed; PATH alone where just one is vllm or openvino. "
+        "May be repeated.",
+        show_default="this one",
+    ),
+]
+PeerModel = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=FOLDER of the model as a backend loads it; openvino needs one. May be repeated.",
+        show_default="--model",
+    ),
+]
+Slo = Annotated[
+    str | None,
+    typer.Option(
+        help="What a request must keep to count as goodput, such as ttft=2s,tpot=100ms,e2e=30s.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Markdown = Annotated[
+    bool, typer.Option("--markdown", help="Print a table of backends in markdown.", rich_help_panel=OUTPUT)
+]
 OutputJson = Annotated[str | None, typer.Option(help="Write all figures to this JSON file.", rich_help_panel=OUTPUT)]
+Baseline = Annotated[
+    str | None,
+    typer.Option(help="An earlier --output-json of the same work to compare with.", rich_help_panel=OUTPUT),
+]
+MaxRegression = Annotated[
+    str | None,
+    typer.Option(
+        help="How much slower than --baseline the first backend may be.", rich_help_panel=OUTPUT, show_default="10%"
+    ),
+]
 Text = Annotated[str, typer.Argument(help="JSONL file whose lines have prompt or prompt_ids.", metavar="TEXT")]
 Rows = Annotated[int, typer.Option(help="Rows of the text that are used.")]
 RowTokens = Annotated[int, typer.Option(help="Tokens of each row that are used, from its beginning.")]
 PromptTokens = Annotated[int, typer.Option(help="Tokens of each row that generation starts from.")]
 QualityOutputLen = Annotated[int, typer.Option("--output-len", help="Tokens to generate for each row.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Preview = Annotated[int, typer.Option(min=0, help="Show so many finished rows.")]
+Preview = Annotated[int, typer.Option(min=0, help="Show the N rows that finished last.")]
 JobOutput = Annotated[str, typer.Argument(help="The --out of the job.", metavar="OUT")]
 Shards = Annotated[list[str], typer.Argument(help="The outputs of all shards.", metavar="SHARD...")]
 CheckRows = Annotated[int, typer.Option("--rows", help="Rows of the input that are rendered and tokenized.")]
+PlanRows = Annotated[int, typer.Option("--rows", help="Rows of the input that are read, the first ones.")]
+Calibrate = Annotated[
+    bool, typer.Option("--calibrate/--no-calibrate", help="Load the model and predict how long the job takes.")
+]
+ExpectedTokens = Annotated[
+    float | None,
+    typer.Option(help="Tokens that rows generate on average.", show_default="all of their max_tokens"),
+]
+ReportFile = Annotated[
+    str | None, typer.Option("--out", help="The page to write.", show_default="OUT with .report.html behind its name")
+]
