@@ -18,14 +18,13 @@ BATCH_ROWS = 128
 class FirstRow:
     """index: the row's place in the input. error: why it would be an error row; None: there is a request, `fitted`.
 
-    num_ids: tokens of the prompt before it is cut. is_mine: whether it is of this job's shard.
+    is_mine: whether it is of this job's shard.
     """
 
     index: int
     error: str | None = None
     prompt: RenderedPrompt | None = None
     fitted: Fitted | None = None
-    num_ids: int = 0
     is_mine: bool = True
 
 
@@ -61,4 +60,4 @@ class FirstRows:
         if not 0 < len(fitted.token_ids) < self._lengths.context:
             why = f"has {len(ids)} tokens, the context is {self._lengths.context}" if ids else "has no tokens"
             error = f"the prompt {why}"
-        return FirstRow(prompt.index, error, prompt, fitted, len(ids))
+        return FirstRow(prompt.index, error, prompt, fitted)
