@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from cbgen.cache.block_rows import BlockRows
 from cbgen.cache.layout import LayerGroup
 from cbgen.cache.pool import CachePool
 
@@ -22,6 +23,7 @@ class CacheAllocator:
         self._pool = pool
         self._uninitialized: dict[int, list[int]] = {}  # chunk -> its free blocks; only of chunks taken from the pool
         self._tables: dict[int, list[int]] = {}  # request id -> its blocks, in token order
+        self.rows = BlockRows(group.max_blocks or 0)  # the same, to be read; of a ring, all of it
         self.num_uninitialized = 0
 
     @property
@@ -53,12 +55,20 @@ class CacheAllocator:
     def grow(self, request_id: int, num_blocks: int) -> list[int]:
         """Gives a request `num_blocks` more and returns them; the caller has checked that there are as many free."""
         blocks = [self._take_block() for _ in range(num_blocks)]
-        self._tables.setdefault(request_id, []).extend(blocks)
+        self._own(request_id, blocks)
         return blocks
+
+    def _own(self, request_id: int, blocks: list[int]) -> None:
+        """The request owns these blocks after those that it has."""
+        table = self._tables.setdefault(request_id, [])
+        self.rows.extend(request_id, len(table), blocks)
+        table += blocks
 
     def release(self, request_id: int) -> None:
         """Takes all blocks from a request, head to tail; a request without any is fine."""
-        for block in self._tables.pop(request_id, ()):
+        blocks = self._tables.pop(request_id, ())
+        self.rows.drop(request_id, len(blocks))
+        for block in blocks:
             self._give_up(block)
 
     def freed_by_release(self, request_ids: Iterable[int]) -> tuple[int, int]:
@@ -108,6 +118,7 @@ class CacheAllocator:
 
     def check_integrity(self) -> list[int]:
         """Asserts law 1 for blocks and returns the chunks that this allocator holds."""
+        self.rows.check_integrity(self._tables)
         held = self._held_blocks()
         free = [block for blocks in self._uninitialized.values() for block in blocks]
         assert len(free) == self.num_uninitialized, "count of uninitialized blocks is wrong"

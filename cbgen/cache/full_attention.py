@@ -29,7 +29,7 @@ class FullAttentionCacheAllocator(CacheAllocator):
         assert request_id not in self._tables
         for block in blocks:
             self.prefix_cache.own(block)
-        self._tables[request_id] = list(blocks)
+        self._own(request_id, blocks)
 
     def grow(self, request_id: int, num_blocks: int) -> list[int]:
         """See CacheAllocator.grow; initialized blocks are demoted one by one when no other is left (law 6)."""

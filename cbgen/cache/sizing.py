@@ -1,9 +1,9 @@
 """From free memory to chunks, and back: one formula, its exact inverse, and the message when it does not work out.
 
 free memory x max_memory_percent
-[ activations | logits | workspace | (CPU swap pool) | chunk 0, 1 (reserved) | chunk 2 ... chunk n - 1 ]
-  max_batch_     max_requests_ of the    where the cache is                    num_blocks x page_size tokens
-  tokens         per_batch     kernel    in CPU memory too
+[ activations | logits | workspace | (buffers, graphs) | (CPU swap pool) | chunk 0, 1 (reserved) | chunk 2 ... n - 1 ]
+  max_batch_     max_requests_ of the    where passes are   where the cache is                    num_blocks x
+  tokens         per_batch     kernel    recorded           in CPU memory too                     page_size tokens
 """
 
 from dataclasses import dataclass, replace
@@ -31,6 +31,7 @@ class CachePlan:
     num_blocks: int
     chunk_bytes: int
     activation_bytes: int
+    buffer_bytes: int = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -52,9 +53,14 @@ class CachePlan:
 
 def activation_bytes(shape: ModelShape, config: ResolvedConfig, backend: AttentionBackend) -> int:
     """Bytes that one forward pass of the largest batch takes beside weights and cache; an estimate on the safe side."""
-    hidden = config.max_batch_tokens * shape.hidden_size * shape.dtype_bytes * LIVE_HIDDEN_TENSORS
+    hidden = hidden_bytes(shape, config)
     logits = config.max_requests_per_batch * shape.vocab_size * FLOAT32_BYTES * LOGITS_COPIES
     return hidden + logits + backend.workspace_bytes(config.max_batch_tokens, shape.max_model_len)
+
+
+def hidden_bytes(shape: ModelShape, config: ResolvedConfig) -> int:
+    """The part of that which the layers take, one after another."""
+    return config.max_batch_tokens * shape.hidden_size * shape.dtype_bytes * LIVE_HIDDEN_TENSORS
 
 
 def chunks_from_bytes(num_bytes: int, chunk_bytes: int) -> int:
@@ -73,16 +79,18 @@ def plan_cache(
     backend: AttentionBackend,
     free_bytes: int,
     swap_shares_memory: bool = True,
+    buffer_bytes: int = 0,
 ) -> CachePlan:
     """Sizes the cache. A pinned `num_blocks` must fit; otherwise the cache takes what it may, and no more than useful.
 
     Useful at most: every request of a full batch at the model's whole context. swap_shares_memory: whether the CPU swap
-    pool comes out of the same memory. Raises MemoryPlanError with what would fit.
+    pool comes out of the same memory. buffer_bytes: what static buffers and graphs take. Raises MemoryPlanError with
+    what would fit.
     """
     layout = CacheLayout.of(shape, config.page_size)
     chunk_bytes = layout.pages_per_chunk * backend.page_bytes
     activations = activation_bytes(shape, config, backend)
-    taken = activations + (config.cpu_offload_bytes if swap_shares_memory else 0)
+    taken = activations + buffer_bytes + (config.cpu_offload_bytes if swap_shares_memory else 0)
     budget_bytes = max(0, int(free_bytes * config.max_memory_percent) - taken)
     fitting = max(0, chunks_from_bytes(budget_bytes, chunk_bytes) - NUM_RESERVED_CHUNKS)
     if config.num_blocks is None:
@@ -100,7 +108,7 @@ def plan_cache(
             f"{layout.blocks_in_chunks(fitting)} blocks; lower --num-blocks, --max-batch-tokens{offload} or "
             "--max-requests-per-batch, or raise --max-memory-percent"
         )
-    return CachePlan(layout, data_chunks + NUM_RESERVED_CHUNKS, num_blocks, chunk_bytes, activations)
+    return CachePlan(layout, data_chunks + NUM_RESERVED_CHUNKS, num_blocks, chunk_bytes, activations, buffer_bytes)
 
 
 def _useful_chunks(layout: CacheLayout, num_requests: int, max_model_len: int) -> int:

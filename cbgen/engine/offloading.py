@@ -43,7 +43,7 @@ class Offloader:
         """Takes the cache from active requests; they are pending afterwards, with every token they had."""
         stored: set[int] = set()
         if self._swap_pool is not None:
-            computed = (request for request in victims if request.num_computed_tokens)
+            computed = (request for request in victims if request.num_computed_tokens and not request.is_in_flight)
             stored = self._swap_pool.store(
                 {r.request_id: self._cache.pages_of(r.request_id, r.num_computed_tokens) for r in computed}
             )

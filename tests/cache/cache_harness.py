@@ -4,6 +4,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbgen.cache.layout import CacheLayout, LayerGroup
 from cbgen.cache.paged_cache import PagedCache
@@ -79,3 +80,15 @@ def allocator_has_room(cache: PagedCache, demand: tuple[int, ...]) -> bool:
         used += len(chunks)
         needed += -(-max(0, missing - spare) // group.blocks_per_chunk)
     return used + needed <= cache._pool.num_data_chunks
+
+
+class CopyCounter(TorchDispatchMode):
+    """Inside, counts the copies from tensor to tensor that torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.copies += function is torch.ops.aten.copy_.default
+        return function(*args, **(kwargs or {}))

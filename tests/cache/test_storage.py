@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cache.cache_harness import CPU, cache_of, layout_of
+from cache.cache_harness import CPU, CopyCounter, cache_of, layout_of
 
 from cbgen.cache.layout import CacheLayout
 from cbgen.cache.pool import NUM_RESERVED_CHUNKS, READ_RESERVE_CHUNK
-from cbgen.cache.storage import MAX_STAGED_BYTES, KVStorage
+from cbgen.cache.storage import KVStorage, runs_of
 from cbgen.kernels.sdpa import SdpaAttention
 
 PAGES = [
@@ -95,10 +95,8 @@ def test_a_page_starts_on_64_bytes_and_holds_k_and_v(page_size, num_kv_heads, he
         assert keys.stride(0) * dtype.itemsize == backend.page_bytes
 
 
-@pytest.mark.parametrize("max_staged_bytes", [1, 3 * 64, MAX_STAGED_BYTES])
-def test_copied_pages_are_equal_and_nothing_else_changes(max_staged_bytes, monkeypatch):
-    """A fork's pages, staged one, three or all at a time: byte for byte, and the originals stay."""
-    monkeypatch.setattr("cbgen.cache.storage.MAX_STAGED_BYTES", max_staged_bytes)
+def test_copied_pages_are_equal_and_nothing_else_changes():
+    """A fork's pages, side by side or not: byte for byte, and the originals stay."""
     storage = storage_of(layout_of(2, 3), 9)
     storage.pages.copy_(torch.randint(0, 256, storage.pages.shape, dtype=torch.uint8))
     before = storage.pages.clone()
@@ -110,6 +108,38 @@ def test_copied_pages_are_equal_and_nothing_else_changes(max_staged_bytes, monke
     assert torch.equal(storage.pages[untouched], before[untouched])
     storage.copy_pages([])
     assert torch.equal(storage.pages[untouched], before[untouched])
+
+
+@pytest.mark.parametrize(
+    ("pairs", "runs"),
+    [
+        pytest.param([], [], id="none"),
+        pytest.param([(5, 9)], [(5, 9, 1)], id="one"),
+        pytest.param([(5, 9), (6, 10), (7, 11)], [(5, 9, 3)], id="side by side"),
+        pytest.param([(5, 9), (6, 10), (8, 11), (9, 12)], [(5, 9, 2), (8, 11, 2)], id="a gap in the sources"),
+        pytest.param([(5, 9), (6, 10), (7, 20), (8, 21)], [(5, 9, 2), (7, 20, 2)], id="a gap in the targets"),
+        pytest.param([(5, 9), (5, 10), (4, 11)], [(5, 9, 1), (5, 10, 1), (4, 11, 1)], id="sources not ascending"),
+        pytest.param([(5, 9), (6, 9), (7, 8)], [(5, 9, 1), (6, 9, 1), (7, 8, 1)], id="targets not ascending"),
+        pytest.param([(0, 1), (1, 2)], [(0, 1, 2)], id="from the first row on"),
+    ],
+)
+def test_rows_side_by_side_on_both_sides_are_one_run(pairs, runs):
+    assert runs_of(pairs) == runs
+    spelled_out = [(source + n, target + n) for source, target, count in runs for n in range(count)]
+    assert spelled_out == pairs
+
+
+def test_the_pages_of_a_block_are_one_copy():
+    """A fork of two full and three sliding layers copies its blocks, not their pages one by one."""
+    layout = layout_of(2, 3)
+    storage, cache = storage_of(layout, 9), cache_of(layout, 7, allow_block_sharing=False)
+    assert cache.allocate(0, 3)
+    pairs = cache.fork(0, 1, 3)
+    assert pairs is not None
+    assert len(pairs) == 5
+    with CopyCounter() as counter:
+        storage.copy_pages(pairs)
+    assert counter.copies == 2
 
 
 def test_a_fork_reads_what_its_parent_wrote():

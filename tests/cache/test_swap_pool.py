@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
-from cache.cache_harness import CPU, layout_of
+from cache.cache_harness import CPU, CopyCounter, layout_of
 
-from cbgen.cache.storage import MAX_STAGED_BYTES, KVStorage
+from cbgen.cache.storage import KVStorage
 from cbgen.cache.swap_pool import SwapPool
 from cbgen.kernels.sdpa import SdpaAttention
 
@@ -32,12 +32,9 @@ def test_a_pool_has_as_many_slots_as_whole_pages_fit(extra_bytes, num_slots):
     pool.check_integrity(set())
 
 
-@pytest.mark.parametrize("max_staged_pages", [1, 3, 1000])
-def test_requests_come_back_into_other_pages_byte_for_byte(max_staged_pages, monkeypatch):
-    """Several out in one call, overwritten meanwhile, and back in another order, however many are staged at a time."""
+def test_requests_come_back_into_other_pages_byte_for_byte():
+    """Several out in one call, overwritten meanwhile, and back in another order."""
     storage = storage_of()
-    assert storage.pages.shape[1] * 1000 <= MAX_STAGED_BYTES
-    monkeypatch.setattr("cbgen.cache.storage.MAX_STAGED_BYTES", max_staged_pages * storage.pages.shape[1])
     pool, before = pool_of(storage, 10), storage.pages.clone()
     out = {7: [4, 5, 8, 9], 3: [12, 13], 5: [30, 6]}
     assert pool.store(out) == {3, 5, 7}
@@ -81,6 +78,40 @@ def test_a_request_may_need_only_its_last_pages_back():
     assert not storage.pages[22:].any()
     assert pool.num_free_slots == 8
     pool.check_integrity(set())
+
+
+def test_a_block_is_one_copy_each_way():
+    """Blocks of two pages each, anywhere: one copy for each, and one for those that happen to be neighbours."""
+    storage = storage_of()
+    pool = pool_of(storage, 16)
+    with CopyCounter() as counter:
+        assert pool.store({0: [4, 5, 10, 11], 1: [12, 13, 30, 31]}) == {0, 1}
+    assert counter.copies == 3
+    with CopyCounter() as counter:
+        pool.restore({1: [8, 9, 20, 21], 0: [4, 5, 6, 7]})
+    assert counter.copies == 3
+
+
+def test_blocks_stay_whole_however_slots_come_free():
+    """Slots are given back in any order; a hole is of whole blocks, so no later block is torn into two copies."""
+    rng, storage = random.Random(0), storage_of()
+    pool, here = pool_of(storage, 40), []
+    with CopyCounter() as counter:
+        for request_id in range(300):
+            firsts = rng.sample(range(4, 40, 2), rng.randint(1, 5))
+            before = counter.copies
+            if pool.store({request_id: [page for first in firsts for page in (first, first + 1)]}):
+                here.append(request_id)
+                assert counter.copies - before <= len(firsts)
+            while here and (pool.num_free_slots < 10 or rng.random() < 0.4):
+                pool.discard(here.pop(rng.randrange(len(here))))
+    for request_id in here:
+        pool.discard(request_id)
+    assert pool._free == [range(40)], "the books stay as short as what they say"
+    pages = list(range(4, 40))
+    with CopyCounter() as counter:
+        assert pool.store({300: pages}) == {300}
+    assert counter.copies == 1, "what is free side by side is given out side by side"
 
 
 def test_a_discarded_request_leaves_its_slots():
