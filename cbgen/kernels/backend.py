@@ -20,6 +20,7 @@ class AttentionBatch:
     write_pages, write_offsets: [T], page and place within it where the KV of each query token goes. Tokens of a sliding
         layer whose place a later one of the same pass takes go to the write reserve.
     window: how many tokens one sees, itself included; None: all.
+    on_device: the same in tensors alone, for backends that read nothing else; None where the backend reads the lists.
     """
 
     query_lengths: list[int]
@@ -29,6 +30,34 @@ class AttentionBatch:
     write_pages: torch.Tensor
     write_offsets: torch.Tensor
     window: int | None
+    on_device: "DeviceBatch | None" = None
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """An AttentionBatch that a recorded graph can read again and again: sizes are fixed, numbers lie in tensors.
+
+    Sizes are padded, and the tensors of AttentionBatch with them: T, R and N count padding here. Padding tokens belong
+    to padding requests, which read the read reserve and write to the write reserve.
+
+    query_starts: int64 [R + 1], where each request's query tokens begin. kv_lengths: int64 [R], tokens from the first
+    page of a row on: AttentionBatch.kv_lengths less first_tokens. max_query_length, max_kv_length: what no request
+    exceeds; the latter is N * page_size.
+    gather: for a sliding layer with several query tokens of one request, int64 [G]: what those requests attend to, one
+    request after another, each from the page on that holds the first token that it sees, so that the place of a token
+    does not depend on how the prompt is cut; its own tokens come last. An entry is the place in the
+    pages as they were before this pass, page * page_size + offset, or -1 - t for query token t. gather_starts: int64
+    [R + 1], where each request's entries begin; a request with a single query token has none. max_gathered: what no
+    request exceeds.
+    """
+
+    query_starts: torch.Tensor
+    kv_lengths: torch.Tensor
+    max_query_length: int
+    max_kv_length: int
+    gather: torch.Tensor | None = None
+    gather_starts: torch.Tensor | None = None
+    max_gathered: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +79,7 @@ class AttentionBackend(Protocol):
     name: str
     page_bytes: int
     is_batch_invariant: bool  # whether what a token gets has the same bits whatever else is in the pass
+    reads_tensors_alone: bool  # whether it attends by AttentionBatch.on_device, so that a pass can be recorded
 
     def workspace_bytes(self, max_batch_tokens: int, max_model_len: int) -> int:
         """The most that one call of `attend` takes beside its inputs and output; an estimate on the safe side."""

@@ -1,12 +1,12 @@
 """Reference attention in plain torch: any device, any head size, over gathered copies of each request's pages."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cbgen.kernels.backend import AttentionBatch, AttentionOptions, align_bytes
+from cbgen.kernels.backend import AttentionBatch, AttentionOptions
+from cbgen.kernels.page_halves import PageHalves, store
 
 # Decodes are attended together when the tokens they read round up to the same multiple of so many, and as many at once
 # as gather no more than the second number.
@@ -59,32 +59,19 @@ class SdpaPlan:
     reads_first: bool
 
 
-class SdpaAttention:
-    """Attention over pages that hold K, then V, each [page_size, kv_heads, head_dim] in the model's dtype."""
+class SdpaAttention(PageHalves):
+    """Attention of any dtype, by copies of what is read."""
 
     name = "sdpa"
     is_batch_invariant = False
-
-    def __init__(self, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype):
-        self._page_size = page_size
-        self._page_shape = (page_size, num_kv_heads, head_dim)
-        self._dtype = dtype
-        self._half_bytes = page_size * num_kv_heads * head_dim * dtype.itemsize
-        self.page_bytes = align_bytes(2 * self._half_bytes)
+    reads_tensors_alone = False
 
     def workspace_bytes(self, max_batch_tokens: int, max_model_len: int) -> int:
         """See AttentionBackend. K and V of what is read are in memory up to three times: gathered, joined or laid out
         anew for the product, and once more where query heads share them. Scores are float32, three at once."""
-        token_bytes = -(-self.page_bytes // self._page_size)
-        decodes = 2 * MAX_GATHERED_TOKENS * token_bytes
-        prefill = 3 * (max_model_len + max_batch_tokens) * token_bytes + max_batch_tokens * max_model_len
+        decodes = 2 * MAX_GATHERED_TOKENS * self._token_bytes
+        prefill = 3 * (max_model_len + max_batch_tokens) * self._token_bytes + max_batch_tokens * max_model_len
         return max(decodes, prefill) + 3 * 4 * MAX_SCORES
-
-    def view_pages(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """raw: uint8 [num_pages, page_bytes]. Returns K and V, each [num_pages, page_size, kv_heads, head_dim]."""
-        halves = (raw[:, : self._half_bytes], raw[:, self._half_bytes : 2 * self._half_bytes])
-        keys, values = (half.view(self._dtype).unflatten(1, self._page_shape) for half in halves)
-        return keys, values
 
     def prepare(self, batch: AttentionBatch) -> SdpaPlan:
         """Sorts the requests of a batch into decodes of like length and single pieces of prompts."""
@@ -102,13 +89,13 @@ class SdpaAttention:
         decodes = [
             self._decode_group(batch, num_pages, members[first : first + size])
             for num_pages, members in buckets.items()
-            for size in [max(1, MAX_GATHERED_TOKENS // (num_pages * self._page_size))]
+            for size in [max(1, MAX_GATHERED_TOKENS // (num_pages * self.page_size))]
             for first in range(0, len(members), size)
         ]
         return SdpaPlan(batch.write_pages, batch.write_offsets, decodes, prefills, batch.window is not None)
 
     def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
+        return -(-num_tokens // self.page_size)
 
     def _prefill_piece(self, batch: AttentionBatch, request: int, start: int) -> PrefillPiece:
         query_length, device = batch.query_lengths[request], batch.page_tables.device
@@ -128,15 +115,12 @@ class SdpaAttention:
             torch.tensor([column[request] for request, _ in members], device=device)[:, None]
             for column in (batch.first_tokens, batch.kv_lengths)
         )
-        tokens = firsts + torch.arange(num_pages * self._page_size, device=device)
+        tokens = firsts + torch.arange(num_pages * self.page_size, device=device)
         visible = tokens < lasts
         if batch.window is not None:
             visible &= tokens >= lasts - batch.window
         hidden = torch.nonzero(~visible.flatten())[:, 0]
         return DecodeGroup(rows, batch.page_tables[requests, :num_pages], visible[:, None, None, :], hidden)
-
-    def direct(self, pages: Any, plan: Any, options: AttentionOptions) -> None:
-        """See AttentionBackend: there is none."""
 
     def attend(
         self,
@@ -149,8 +133,7 @@ class SdpaAttention:
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         read_before = [_history(pages, piece) for piece in plan.prefills] if plan.reads_first else None
-        for half, new in zip(pages, (key, value), strict=True):
-            half[plan.write_pages, plan.write_offsets] = new
+        store(key, value, pages, plan.write_pages, plan.write_offsets)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         for group in plan.decodes:
             output[group.rows] = _attend_decodes(query[group.rows], pages, group, options)

@@ -27,6 +27,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 MAX_TRIALS = 4
 # What layers tell their attention function beside scaling, and it heeds.
 ATTENTION_KEYWORDS = ("sliding_window", "softcap", "s_aux")
+# Of these, what not every kernel does, by the name it has in a ModelShape.
+SPECIAL_KEYWORDS = {"softcap": "softcap", "s_aux": "sinks"}
 # Rotary scalings that change for the whole batch once a position in it is past the original context: a row's
 # neighbours would change it.
 ROPE_TYPES_BY_LONGEST_ROW = ("longrope", "dynamic")
@@ -163,6 +165,11 @@ def _shape_of(trial: _Trial, model: PreTrainedModel, vocab_size: int, max_model_
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         dtype_bytes=model.dtype.itemsize,
+        special_attention=tuple(
+            name
+            for keyword, name in SPECIAL_KEYWORDS.items()
+            if any(asked[keyword] is not None for asked in trial.asked.values())
+        ),
     )
 
 

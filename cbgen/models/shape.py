@@ -39,11 +39,22 @@ def _shape_in(config: Any, description: ModelDescription) -> ModelShape:
         vocab_size=config.vocab_size,
         max_model_len=description.max_model_len,
         dtype_bytes=description.dtype.itemsize,
+        special_attention=_special_attention(config, description),
     )
+
+
+def _special_attention(config: Any, description: ModelDescription) -> tuple[str, ...]:
+    softcap = getattr(config, "attn_logit_softcapping", None) is not None
+    sinks = any(name.endswith(".sinks") for name, _ in _without_weights(description).named_parameters())
+    return tuple(name for name, is_there in (("softcap", softcap), ("sinks", sinks)) if is_there)
 
 
 def weight_bytes(description: ModelDescription) -> int:
     """Bytes of the weights in the dtype they will be loaded in; tied ones count once."""
+    return sum(weights.numel() * weights.element_size() for weights in _without_weights(description).parameters())
+
+
+def _without_weights(description: ModelDescription) -> torch.nn.Module:
+    """The model as its config has it, in no memory."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(description.config, dtype=description.dtype)
-    return sum(weights.numel() * weights.element_size() for weights in model.parameters())
+        return AutoModelForCausalLM.from_config(description.config, dtype=description.dtype)

@@ -16,12 +16,13 @@ from cbgen.engine.sampling_params import SamplingParams
 from cbgen.engine.scheduler import ScheduledBatch, ScheduledRequest
 from cbgen.kernels.backend import AttentionOptions
 from cbgen.kernels.sdpa import SdpaAttention
+from cbgen.streams import InOrderStreams
 
 CPU = torch.device("cpu")
 FULL, SLIDING = FULL_ATTENTION, SLIDING_ATTENTION
 POISON = 0xFF  # of bytes: NaN in any float type
 NUM_KV_HEADS = 2
-MAX_BATCH_TOKENS, MAX_REQUESTS = 1024, 16
+MAX_BATCH_TOKENS, MAX_REQUESTS, MAX_MODEL_LEN = 1024, 16, 4096
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
@@ -97,7 +98,7 @@ class EngineBench:
         self.backend = SdpaAttention(page_size, NUM_KV_HEADS, head_dim, dtype)
         self.storage = KVStorage(num_chunks, self.layout, self.backend, CPU)
         self.storage.pages[self.layout.pages_per_chunk :] = POISON
-        self.buffers = InputBuffers(MAX_BATCH_TOKENS, MAX_REQUESTS, len(self.layout.groups), CPU)
+        self.buffers = InputBuffers(MAX_BATCH_TOKENS, MAX_REQUESTS, self.layout, MAX_MODEL_LEN, InOrderStreams(CPU))
         self.options = [
             AttentionOptions(1.3 * head_dim**-0.5, softcap, 2 * self.random(1, self.num_heads)[0, :, 0])
             if with_sinks

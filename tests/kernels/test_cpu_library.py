@@ -129,7 +129,7 @@ for name in ("llama", "mistral", "gpt2"):
         assert served.error is None
         under_test.assert_parity(prompt.token_ids, prompt.max_tokens, served.generated_ids)
 from cbgen.config import ContinuousBatchingConfig
-from cbgen.engine.build import attention_backend
+from cbgen.engine.execution import attention_backend
 from cbgen.errors import UsageError
 config = ContinuousBatchingConfig(kv_cache_dtype="int8").resolve("cpu")
 try:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cbgen.engine.sampler import _draw_in_torch
+from cbgen.engine.draws import draw_in_torch
 from cbgen.kernels.cpu.library import library_for, runnable_isas
 from cbgen.kernels.cpu.sampling import RowDraws, draw_rows
 
@@ -52,7 +52,7 @@ def test_the_same_tokens_as_in_torch(isa: str, vocabulary: int, way: str) -> Non
     """But for draws that fall between two tokens by less than rounding: at most one in a hundred here."""
     logits, draws = logits_of(ROWS, vocabulary), draws_of(ROWS, **WAYS[way])
     found = draw_rows(library_for(isa), logits, draws)
-    different = sum(one != other for one, other in zip(found, _draw_in_torch(logits, draws), strict=True))
+    different = sum(one != other for one, other in zip(found, draw_in_torch(logits, draws), strict=True))
     assert different <= ROWS // 100
 
 

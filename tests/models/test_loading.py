@@ -15,6 +15,7 @@ from cbgen.errors import ModelError, UsageError
 from cbgen.models import gguf, loading, tiny_random
 
 CPU = torch.device("cpu")
+ABSENT_GPU = torch.device("cuda:99")
 
 
 @pytest.fixture
@@ -63,6 +64,46 @@ def test_dtype(model_folder: Path, name: str, expected: torch.dtype) -> None:
     model, shape = loading.load(description, CPU)
     assert description.dtype == model.dtype == expected
     assert shape.dtype_bytes == expected.itemsize
+
+
+@pytest.mark.parametrize(
+    ("own", "name", "expected"),
+    [
+        ("float32", "auto", torch.bfloat16),
+        (None, "auto", torch.bfloat16),
+        ("bfloat16", "auto", torch.bfloat16),
+        ("float16", "auto", torch.float16),
+        ("bfloat16", "float32", torch.float32),
+        ("float32", "float16", torch.float16),
+    ],
+)
+def test_dtype_on_cuda(model_folder: Path, own: str | None, name: str, expected: torch.dtype) -> None:
+    """auto is 16 bits, the model's own if it has that; a dtype asked for is taken. On a CPU auto stays float32."""
+    config = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps(config | {"dtype": own}))
+    assert loading.describe(str(model_folder), None, name, ABSENT_GPU).dtype == expected
+    on_cpu = torch.float32 if name == "auto" else expected
+    assert loading.describe(str(model_folder), None, name, CPU).dtype == on_cpu
+
+
+def test_dtype_of_the_model_in_memory() -> None:
+    """bfloat16 on CUDA, as for any other whose own dtype is unknown; float32 elsewhere, or when asked for."""
+    assert loading.describe("tiny-random", None, "auto", ABSENT_GPU).dtype == torch.bfloat16
+    assert loading.describe("tiny-random", None, "float32", ABSENT_GPU).dtype == torch.float32
+    for device in (CPU, torch.device("mps")):
+        assert loading.describe("tiny-random", None, "auto", device).dtype == torch.float32
+
+
+def test_dtype_on_an_old_gpu(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch speaks for a GPU without bfloat16: auto is float16, also for a model of bfloat16."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    config = json.loads((model_folder / "config.json").read_text())
+    for own in ("float32", "bfloat16", "float16"):
+        (model_folder / "config.json").write_text(json.dumps(config | {"dtype": own}))
+        assert loading.describe(str(model_folder), None, "auto", torch.device("cuda")).dtype == torch.float16
+    assert loading.describe("tiny-random", None, "float32", torch.device("cuda")).dtype == torch.float32
 
 
 def test_context_can_be_less_but_not_more(model_folder: Path) -> None:

@@ -75,6 +75,8 @@ SLIDING_CONFIGS: list[tuple[PretrainedConfig, list[str]]] = [
         HYBRID,
     ),
 ]
+# What each asks of its attention beside windows; the others nothing.
+SPECIAL = {Gemma2Config: ("softcap",), GptOssConfig: ("sinks",)}
 KV_SHARED = Gemma3nTextConfig(
     **COMMON,
     **FOUR_LAYERS,
@@ -191,6 +193,7 @@ def test_other_families_are_taken(config: PretrainedConfig) -> None:
     shape = seam.attach(model_of(config), "model", CONTEXT)
     assert shape.layer_types == (FULL,) * config.num_hidden_layers
     assert shape.sliding_window is None
+    assert shape.special_attention == ()
 
 
 @pytest.mark.parametrize(("config", "layer_types"), SLIDING_CONFIGS, ids=name_of)
@@ -199,6 +202,7 @@ def test_windows_caps_and_sinks_are_served(config: PretrainedConfig, layer_types
     shape = seam.attach(model_of(config), "model", CONTEXT)
     assert list(shape.layer_types) == layer_types
     assert shape.sliding_window == SHORT
+    assert shape.special_attention == SPECIAL.get(type(config), ())
 
 
 @pytest.mark.parametrize(

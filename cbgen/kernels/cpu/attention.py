@@ -105,6 +105,7 @@ class PagedAttention:
     """Attention in C over pages in float32, bfloat16 or int8, the last with a scale for each token and head."""
 
     is_batch_invariant = True
+    reads_tensors_alone = False
 
     def __init__(
         self,
