@@ -56,7 +56,7 @@ def size(
             device_type=target.type,
         )
         for name, value in lines.items():
-            typer.echo(f"{name:<10}{value}")
+            typer.echo(f"{name:<10} {value}")
         return 0
 
     guarded(console, show)

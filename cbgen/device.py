@@ -14,6 +14,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUP_FILE = Path("/proc/self/cgroup")
 # What a limit file of cgroup v1 holds when there is no limit: a number near 2**63.
 NO_LIMIT_BYTES = 1 << 60
+LEAST_BFLOAT16_CAPABILITY = 8  # Ampere's
 SMALL_PAGE_BYTES, MADV_HUGEPAGE = 4096, 14  # of linux/mman.h
 
 
@@ -34,6 +35,17 @@ def pick_device(name: str, must_exist: bool = True) -> torch.device:
     if beyond or not present.get(device.type, False):
         raise UsageError(f"--device {name}: this machine or this torch build has none; use --device cpu")
     return device
+
+
+def supports_bfloat16(device: torch.device) -> bool:
+    """Whether the device computes in bfloat16: CUDA's do from compute capability 8.0 on.
+
+    One that is described and is not here, as plans for other machines have it, counts as one that does.
+    """
+    is_here = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+    if device.type != "cuda" or not is_here:
+        return True
+    return torch.cuda.get_device_capability(device)[0] >= LEAST_BFLOAT16_CAPABILITY
 
 
 def empty_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -65,6 +77,11 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(psutil.virtual_memory().available, container_free_bytes(CGROUP_ROOT, OWN_CGROUP_FILE))
+
+
+def host_bytes_for(num_bytes: int, device: torch.device) -> int:
+    """What a buffer of the CPU takes that is copied to and from the device: torch pins memory in powers of two."""
+    return 1 << (num_bytes - 1).bit_length() if device.type == "cuda" and num_bytes else num_bytes
 
 
 def release_unused_memory(device: torch.device) -> None:

@@ -166,7 +166,12 @@ class Call:
             for request_id in manager.cache.holders:
                 manager.cache.distrust(request_id)
         while manager.scheduler.has_work:
-            manager.cancel(next(manager.scheduler.unfinished))
+            request = next(manager.scheduler.unfinished)
+            if request.is_finished:  # and not yet taken out when the step was broken off
+                manager.scheduler.remove(request)
+            manager.cancel(request)
+        for request_id in list(manager.cache.holders):  # of a fork that was about to begin
+            manager.cache.release(request_id)
         manager.scheduler.limit_active(None)
 
     def _pull(self, manager: Manager) -> list[RequestState]:

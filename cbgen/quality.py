@@ -12,9 +12,9 @@ from cbgen.bench.dataset_files import read_prompts
 from cbgen.config import ContinuousBatchingConfig
 from cbgen.device import free_memory_bytes
 from cbgen.engine.build import Engine, build_engine
-from cbgen.engine.manager import ListSource
 from cbgen.engine.requests import RequestState
 from cbgen.engine.sampling_params import SamplingParams
+from cbgen.engine.sources import ListSource
 from cbgen.errors import UsageError
 from cbgen.models.loading import ModelDescription, load
 from cbgen.models.quantization import Quantization

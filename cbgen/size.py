@@ -2,10 +2,12 @@
 
 import re
 
+import torch
+
 from cbgen.cache.layout import LayerGroup
 from cbgen.cache.sizing import CachePlan, mib, plan_cache, with_memory_utilization
 from cbgen.config import ModelShape, ResolvedConfig
-from cbgen.engine.build import attention_backend
+from cbgen.engine.execution import choose_execution
 from cbgen.errors import MemoryPlanError, UsageError
 from cbgen.models.loading import ModelDescription
 from cbgen.models.shape import expected_shape, weight_bytes
@@ -40,8 +42,16 @@ def size_lines(
         raise MemoryPlanError(f"the weights of {model.name} alone take {mib(weights)} of {mib(memory_bytes)}")
     if gpu_memory_utilization is not None:
         config = with_memory_utilization(config, gpu_memory_utilization, memory_bytes, free_bytes)
-    backend = attention_backend(shape, model.dtype, config, device_type)
-    plan = plan_cache(shape, config, backend, free_bytes, swap_shares_memory=device_type != "cuda")
+    notes: list[str] = []
+    execution = choose_execution(shape, model.dtype, config, torch.device(device_type), notes.append)
+    plan = plan_cache(
+        shape,
+        config,
+        execution.backend,
+        free_bytes,
+        swap_shares_memory=device_type != "cuda",
+        buffer_bytes=execution.buffer_bytes(shape, config),
+    )
     kinds = " and ".join(f"{group.pages_per_block} {group.attention_type} layers" for group in plan.layout.groups)
     return {
         "model": f"{model.name}: {kinds}, {shape.num_kv_heads} KV heads of {shape.head_dim}, "
@@ -49,12 +59,13 @@ def size_lines(
         "weights": mib(weights),
         "memory": f"{mib(memory_bytes)}, {mib(free_bytes)} without the weights, of which "
         f"{config.max_memory_percent:.0%} may be used",
-        "batch": f"{mib(plan.activation_bytes)} for {config.max_batch_tokens} tokens of "
+        "batch": f"{mib(plan.activation_bytes + plan.buffer_bytes)} for {config.max_batch_tokens} tokens of "
         f"{config.max_requests_per_batch} requests",
         **({"swap pool": mib(config.cpu_offload_bytes)} if config.cpu_offload_bytes else {}),
+        "attention": "; ".join(notes) or execution.described,
         "cache": f"{mib(plan.cache_bytes)}: {plan.num_blocks} blocks of {config.page_size} tokens, in "
         f"{plan.num_chunks} chunks of {plan.chunk_bytes / 2**20:.2f} MiB, 2 of them reserved",
-        "tokens": "; ".join(_token_cost(group, backend.page_bytes) for group in plan.layout.groups),
+        "tokens": "; ".join(_token_cost(group, execution.backend.page_bytes) for group in plan.layout.groups),
         "fits": f"{_fitting(plan, shape, lengths)} in the cache, without a common prefix; up to "
         f"{config.max_requests_per_batch} run at once",
     }

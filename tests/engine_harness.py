@@ -11,10 +11,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from cbgen.cache.pool import WRITE_RESERVE_CHUNK
 from cbgen.config import ContinuousBatchingConfig, ResolvedConfig
-from cbgen.engine.build import Engine, attention_backend, build_engine
-from cbgen.engine.manager import ListSource, Manager
+from cbgen.engine.build import Engine, build_engine
+from cbgen.engine.execution import attention_backend
+from cbgen.engine.manager import Manager
 from cbgen.engine.requests import RequestState
 from cbgen.engine.sampling_params import SamplingParams
+from cbgen.engine.sources import ListSource
 
 CPU = torch.device("cpu")
 FREE_BYTES = 4 << 30
@@ -94,11 +96,11 @@ def engine_for(
     under_test: ModelUnderTest, notify: Callable[[str], None] = lambda line: None, **options: object
 ) -> Engine:
     """An engine whose memory is NaN wherever it counts as not initialized (law 8), if that is not too much to fill."""
-    config = _config(options)
+    config = resolved(options)
     engine = build_engine(
         under_test.model, under_test.shape, torch.float32, config, under_test.eos_token_ids, CPU, FREE_BYTES, notify
     )
-    pages = engine.manager._runner._storage.pages
+    pages = engine.manager.passes.runner._storage.pages
     if pages.numel() <= MOST_POISONED_BYTES:
         pages[WRITE_RESERVE_CHUNK * engine.plan.layout.pages_per_chunk :].fill_(NAN_BYTE)
     return engine
@@ -106,10 +108,10 @@ def engine_for(
 
 def page_bytes(under_test: ModelUnderTest, **options: object) -> int:
     """Of one page of one layer, as the kernel of such an engine lays it out."""
-    return attention_backend(under_test.shape, torch.float32, _config(options), "cpu").page_bytes
+    return attention_backend(under_test.shape, torch.float32, resolved(options), "cpu").page_bytes
 
 
-def _config(options: dict[str, object]) -> ResolvedConfig:
+def resolved(options: dict[str, object]) -> ResolvedConfig:
     return ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 512, **options}).resolve("cpu")
 
 
@@ -178,10 +180,10 @@ class Watch:
         assert not self._manager.scheduler._overtaken
 
     def _check_holdings(self) -> None:
-        """Active requests hold exactly the blocks of their computed tokens."""
+        """Active requests hold exactly the blocks of their tokens that are computed, or about to be."""
         for request in self._manager.scheduler.active:
             for allocator in self._manager.cache.allocators:
-                needed = allocator.group.num_blocks_for(request.num_computed_tokens)
+                needed = allocator.group.num_blocks_for(request.num_planned_tokens)
                 assert allocator.num_owned_blocks(request.request_id) == needed, request
 
     def _check_progress(self) -> None:

@@ -10,8 +10,10 @@ from cbgen.device import (
     container_free_bytes,
     container_limit_bytes,
     free_memory_bytes,
+    host_bytes_for,
     peak_memory_bytes,
     pick_device,
+    supports_bfloat16,
     total_memory_bytes,
 )
 from cbgen.errors import UsageError
@@ -162,3 +164,29 @@ def test_a_card_that_is_not_there_is_refused():
     """The first number past the cards of this machine is a usage error, not a crash once the model is loaded."""
     with pytest.raises(UsageError, match=r"^--device cuda:"):
         pick_device(f"cuda:{torch.cuda.device_count()}")
+
+
+@pytest.mark.parametrize("name", ["cpu", "mps", "cuda:99"])
+def test_bfloat16_on_what_is_no_old_gpu(name):
+    """Also on a device that is described and is not here."""
+    assert supports_bfloat16(torch.device(name))
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((6, 1), False), ((7, 5), False), ((8, 0), True), ((8, 9), True), ((12, 0), True)]
+)
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:1"])
+def test_bfloat16_by_compute_capability(monkeypatch, name, capability, expected):
+    """torch speaks for a machine with two such GPUs; of a third one nothing is known."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert supports_bfloat16(torch.device(name)) == expected
+    assert supports_bfloat16(torch.device("cuda:2"))
+
+
+@pytest.mark.parametrize(("num_bytes", "pinned"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (40 << 30, 64 << 30)])
+def test_pinned_memory_comes_in_powers_of_two(num_bytes: int, pinned: int) -> None:
+    """What is asked for is less than what is taken, for a GPU alone."""
+    assert host_bytes_for(num_bytes, torch.device("cuda")) == pinned
+    assert host_bytes_for(num_bytes, torch.device("cpu")) == num_bytes

@@ -27,9 +27,9 @@ from cbgen.data.writers import PartWriter
 from cbgen.device import free_memory_bytes
 from cbgen.duplicates import Duplicates
 from cbgen.engine.build import Engine, build_engine
-from cbgen.engine.manager import ListSource
 from cbgen.engine.requests import RequestState
 from cbgen.engine.sampling_params import SamplingParams
+from cbgen.engine.sources import ListSource
 from cbgen.models.loading import TINY_RANDOM, describe, load
 from cbgen.models.tiny_random import build_tokenizer
 from cbgen.output_rows import OutputRows

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "cbgen"
 FLOORS = [
     ["errors", "config"],
     ["data"],
-    ["device"],
+    ["device", "streams"],
     ["kernels"],
     ["cache"],
     ["engine"],

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from job_harness import REPOSITORY, SAMPLES, run_tiny, write_jsonl
 
 import cbgen
 from cbgen import LLM, CompletionOutput, RequestOutput, SamplingParams
+from cbgen.engine.scheduler import Scheduler
 from cbgen.errors import CbgenError, RowError, UsageError
 from cbgen.models.tiny_random import build_model, build_tokenizer
 
@@ -266,7 +268,7 @@ def test_interrupted_in_a_pass() -> None:
             raise KeyboardInterrupt
 
         manager = llm._open().engine.manager
-        handle = manager._runner._model.register_forward_pre_hook(interrupt)
+        handle = manager.passes.runner._model.register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(llm.generate([prompt], SHORT))
         handle.remove()
@@ -274,10 +276,28 @@ def test_interrupted_in_a_pass() -> None:
         assert texts(llm.generate([prompt], SHORT)) == texts(other.generate([prompt], SHORT))
 
 
+@pytest.mark.parametrize("broken", ["remove", "activate"])
+def test_interrupted_between_two_changes(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody has finished and is still active, or holds blocks and is not: the next call finds nobody."""
+    params = SamplingParams(4, n=2, temperature=1.0, ignore_eos=True)
+    with LLM("tiny-random", device="cpu", page_size=16) as llm:
+        scheduler, plain = llm._open().engine.manager.scheduler, getattr(Scheduler, broken)
+
+        def interrupt(*_: object) -> None:
+            monkeypatch.setattr(scheduler, broken, partial(plain, scheduler))
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(scheduler, broken, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(llm.generate(["a prompt of more than a page of tokens"] * 2, params))
+        assert_is_clean(llm)
+        assert len(list(llm.generate(["a"], params))) == 1
+
+
 def test_closed() -> None:
     """The model is freed, a call in between ends, and every use says what is wrong; closing twice is fine."""
     with LLM("tiny-random") as llm:
-        model = weakref.ref(llm._open().engine.manager._runner._model)
+        model = weakref.ref(llm._open().engine.manager.passes.runner._model)
         outputs = llm.generate(QUESTIONS, SHORT)
         next(outputs)
     assert model() is None
@@ -404,6 +424,9 @@ def test_times(llm: LLM) -> None:
         ({"template": "x"}, "LLM has no option 'template'"),
         ({"page_size": 0}, "page_size: 0 is too small"),
         ({"page_size": "many"}, "--page-size"),
+        ({"use_cuda_graph": True}, "use_cuda_graph: only CUDA devices record graphs, and this is cpu"),
+        ({"async_scheduling": True}, "use_async_batching: batches overlap on the streams of CUDA devices"),
+        ({"enforce_eager": "no"}, "--enforce-eager: true or false is expected, not 'no'"),
         ({"truncate_prompt": "up"}, "--truncate-prompt"),
         ({"generation_config": "vllm"}, "--generation-config"),
         ({"device": "tpu9"}, "--device tpu9"),
@@ -441,8 +464,11 @@ def test_no_prompts(llm: LLM) -> None:
 
 def test_what_has_no_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """As a job prints it."""
-    with caplog.at_level(logging.WARNING, "cbgen"), LLM("tiny-random", revision="main"):
+    options = {"revision": "main", "enforce_eager": True, "q_padding_interval_size": 32}
+    with caplog.at_level(logging.WARNING, "cbgen"), LLM("tiny-random", **options):
         assert "--revision has no effect: the model is not on a hub" in caplog.messages
+        (line,) = [line for line in caplog.messages if line.startswith("--q-padding-interval-size")]
+        assert line == "--q-padding-interval-size has no effect on cpu: only CUDA devices record graphs"
 
 
 def test_reasoning_has_a_field(tmp_path: Path, llm: LLM) -> None:

@@ -59,6 +59,24 @@ def test_more_memory_fits_more_requests() -> None:
 
 
 @pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        ("cuda:99", "auto", "bfloat16"),
+        ("cuda:99", "float32", "float32"),
+        ("cuda:99", "float16", "float16"),
+        ("cpu", "auto", "float32"),
+    ],
+)
+def test_a_plan_for_a_device_that_is_not_here(device: str, dtype: str, expected: str) -> None:
+    """It is made in the dtype that a run there would load: half the bytes of what is planned on a CPU."""
+    result = cbgen("size", "--model", "tiny-random", "--memory", "1GiB", "--device", device, "--dtype", dtype)
+    assert result.exit_code == 0, result.output
+    assert f"KV heads of 16, {expected}, context" in result.stdout
+    num_bytes = 512 if expected == "float32" else 256  # keys and values of 2 layers with 2 heads of 16
+    assert f"tokens     {num_bytes} bytes each" in result.stdout
+
+
+@pytest.mark.parametrize(
     ("options", "code", "words"),
     [
         (["--memory", "1KiB"], 1, "weights of tiny-random alone take"),

@@ -4,9 +4,9 @@ from typing import Any
 
 from cbgen.duplicates import Recipients
 from cbgen.engine.build import Engine
-from cbgen.engine.manager import ListSource
 from cbgen.engine.requests import RequestState
 from cbgen.engine.sampling_params import SamplingParams
+from cbgen.engine.sources import ListSource
 from cbgen.errors import ModelError
 from cbgen.ordering import WaitingRequest, arrange, pack_ids
 

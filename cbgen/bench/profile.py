@@ -81,7 +81,7 @@ class StepProfiler:
         return call
 
     def counted(self, lay_out: Callable[..., Any]) -> Callable[..., Any]:
-        """InputBuffers.lay_out, which counts the work of the batches it is given."""
+        """Passes.lay_out, which counts the work of the batches it is given."""
 
         def call(batch: ScheduledBatch, *args: Any) -> Any:
             self.work.count(batch)
@@ -133,21 +133,23 @@ def profiling(
     """Inside, every step of the engine is watched; on a GPU each part then waits for the device, which costs time."""
     profiler = StepProfiler(shape, device)
     manager = engine.manager
-    runner = manager._runner
+    passes: Any = manager.passes
+    runner = passes.runner
     backend = runner._backend
     with ExitStack() as stack:
+        stack.enter_context(passes.watched(records=False))
         for owner, name, part in (
             (manager, "step", REST),
             (manager.scheduler, "schedule", SCHEDULING),
-            (manager._buffers, "lay_out", SCHEDULING),
+            (passes, "lay_out", SCHEDULING),
             (backend, "prepare", SCHEDULING),
             (runner, "forward", GLUE),
             (backend, "attend", ATTENTION),
-            (manager._sampler, "sample", SAMPLING),
+            (passes.sampler, "sample", SAMPLING),
             *((module, "forward", LINEAR) for module in model.modules() if is_linear(module)),
         ):
             _replace(owner, name, partial(profiler.timed, part), stack)
-        _replace(manager._buffers, "lay_out", profiler.counted, stack)
+        _replace(passes, "lay_out", profiler.counted, stack)
         # Layers that attend by themselves would hide it: they leave it to `attend` while they are watched.
         _replace(backend, "direct", lambda _: lambda *_: None, stack)
         yield profiler

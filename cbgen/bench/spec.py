@@ -130,8 +130,9 @@ def _output_path(text: str | None) -> Path | None:
 def warnings_about(spec: BenchSpec, model: ModelDescription, device: torch.device) -> Iterator[str]:
     """What the user asked for and will not see, or not as expected; each as a line that says why."""
     if CBGEN not in spec.backends:
-        changed = [own for own in fields(spec.engine) if getattr(spec.engine, own.name) != own.default]
-        given = [f"no_{own.name}" if own.default is True else own.name for own in changed]
+        values = {own.name: getattr(spec.engine, own.name) for own in fields(spec.engine)}
+        changed = [own.name for own in fields(spec.engine) if values[own.name] != own.default]
+        given = [f"no_{name}" if values[name] is False else name for name in changed]
         given += [] if spec.quantization is None else ["quantization"]
         for name in given:
             if name != "max_requests_per_batch":  # foreign engines take it too
@@ -148,3 +149,5 @@ def warnings_about(spec: BenchSpec, model: ModelDescription, device: torch.devic
         yield "--max-memory-percent has no effect beside --gpu-memory-utilization"
     if spec.engine.cpu_offload_space > 0 and device.type != "cuda":
         yield "--cpu-offload-space: swap pool and cache are the same memory here; it takes what the cache could have"
+    if CBGEN in spec.backends:
+        yield from spec.engine.warnings_about_graphs(device.type)

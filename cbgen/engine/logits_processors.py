@@ -26,16 +26,6 @@ from cbgen.errors import RowError
 BANNED = -torch.inf
 
 
-def changes_logits(params: SamplingParams) -> bool:
-    return bool(
-        params.needs_history
-        or params.logit_bias
-        or params.bad_words
-        or params.min_tokens
-        or params.structure is not None
-    )
-
-
 class LogitsProcessors:
     """eos_token_ids: what ends a generation. codec, grammars: for bad words, and the form of an output."""
 

@@ -1,27 +1,26 @@
 """The continuous-batching loop: pull, plan, lay out, run, sample, apply, relieve. It alone changes requests."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from cbgen.cache.paged_cache import PagedCache
 from cbgen.cache.swap_pool import SwapPool
 from cbgen.engine.endings import Endings
-from cbgen.engine.failures import named_failures
-from cbgen.engine.input_outputs import InputBuffers
-from cbgen.engine.logprobs import TokenLogprobs, token_logprobs
+from cbgen.engine.flight import Flight, scores_in
+from cbgen.engine.logprobs import TokenLogprobs
 from cbgen.engine.metrics import EngineMetrics
-from cbgen.engine.model_runner import ModelRunner
 from cbgen.engine.offloading import Offloader, choose_victims
+from cbgen.engine.passes import Passes
 from cbgen.engine.recovery import Recovery
 from cbgen.engine.refusal import refusal
 from cbgen.engine.requests import FinishReason, RequestState, heir_of
-from cbgen.engine.sampler import NOT_FINITE, Sampled, Sampler
+from cbgen.engine.sampler import NOT_FINITE, Sampled
 from cbgen.engine.sampling_params import SamplingParams
 from cbgen.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
+from cbgen.engine.sources import RequestSource
 from cbgen.engine.step_log import StepClock, StepLog
 from cbgen.engine.tail import BalancedTail
 from cbgen.errors import ForwardPassError
@@ -29,62 +28,27 @@ from cbgen.errors import ForwardPassError
 _SCORED_ID = -1  # of no request that comes from outside
 
 
-@dataclass(frozen=True)
-class _Computed:
-    """What came of a forward pass: who gets a token, which, the log-probabilities of tokens of prompts, and pairs of a
-    parent and a fork that began."""
-
-    sampling: list[RequestState]
-    sampled: Sampled
-    scored: list[tuple[RequestState, TokenLogprobs]]
-    forks: list[tuple[RequestState, RequestState]]
-
-
-class RequestSource(Protocol):
-    """Where the manager pulls requests from: many, few or none are ready at a given moment."""
-
-    def take(self, limit: int, wait: bool) -> list[RequestState]:
-        """Up to `limit` requests that are ready. With `wait`, blocks until one is or the source is exhausted."""
-
-    @property
-    def exhausted(self) -> bool:
-        """True when nothing will come any more."""
-
-
-class ListSource:
-    """Requests that are all there from the start."""
-
-    def __init__(self, requests: list[RequestState]):
-        self._requests = requests
-        self._next = 0
-
-    def take(self, limit: int, wait: bool) -> list[RequestState]:
-        taken = self._requests[self._next : self._next + limit]
-        self._next += len(taken)
-        return taken
-
-    @property
-    def exhausted(self) -> bool:
-        return self._next >= len(self._requests)
-
-
 class Manager:
     """Steps requests through the engine until each has finished.
 
-    sampler: chooses tokens. endings: tells when a request has ended. max_model_len: the context. max_waiting: how many
-    requests wait in the queue; more are pulled when there are fewer. balance_tail: once all are known, as many are
-    active as keep the batch evenly filled until the longest is done. notify: is told in one line what the engine does
-    about a forward pass that failed.
+    depth 1    plan N │ launch N │ collect N │ plan N+1 │ launch N+1 │ collect N+1
+    depth 2    plan N │ launch N │ plan N+1 │ launch N+1 │ collect N │ plan N+2 │ launch N+2 │ collect N+1
+
+    At depth 2 a pass is planned as if everybody in the one before went on; ends by length are foreseen. Who ended there
+    by what was sampled gets nothing from the pass launched meanwhile, and has given up its blocks already.
+
+    passes: launches forward passes and chooses tokens. endings: tells when a request has ended. max_model_len: the
+    context. max_waiting: how many requests wait in the queue; more are pulled when there are fewer. balance_tail: once
+    all are known, as many are active as keep the batch evenly filled until the longest is done. notify: is told in one
+    line what the engine does about a forward pass that failed.
     """
 
     def __init__(
         self,
         cache: PagedCache,
         scheduler: Scheduler,
-        buffers: InputBuffers,
-        runner: ModelRunner,
+        passes: Passes,
         swap_pool: SwapPool | None,
-        sampler: Sampler,
         endings: Endings,
         max_model_len: int,
         max_waiting: int,
@@ -97,10 +61,9 @@ class Manager:
         self.cache = cache
         self.scheduler = scheduler
         self.offloader = Offloader(cache, swap_pool, self.metrics)
-        self._recovery = Recovery(scheduler, self.offloader, runner, self.metrics, notify)
-        self._buffers = buffers
-        self._runner = runner
-        self._sampler = sampler
+        self.passes = passes
+        self._in_flight: deque[Flight] = deque()
+        self._recovery = Recovery(scheduler, self.offloader, passes, self.metrics, notify)
         self._endings = endings
         self.max_model_len = max_model_len
         self._max_waiting = max_waiting
@@ -114,20 +77,22 @@ class Manager:
                 yield from self.step()
 
     def step(self) -> list[RequestState]:
-        """One forward pass. Returns the requests that finished in it. Raises DeviceFaultError."""
+        """Launches a forward pass and collects the oldest. Returns who finished. Raises DeviceFaultError."""
         self._clock.start()
+        finished = self._collect_down_to(0) if self._must_know_all else []
         batch = self._plan()
         start_s = self._clock.lap("planning")
-        try:
-            computed = self._compute(batch)
-        except ForwardPassError as error:
-            return self._recovery.after(batch, error)
-        self.metrics.count_step(start_s, self._clock.lap("sampling"), len(batch.scheduled), self.cache.used_share)
-        finished = self._apply(batch, computed)
+        finished += self._launch(batch, start_s) if batch else []
+        finished += self._collect_down_to(self.passes.depth - 1 if batch else 0)
         self._relieve(batch)
-        self._clock.lap("applying")
-        self.log.add(batch, self._clock, self.metrics, self.scheduler, self.cache)
+        self._let_go()
         return finished
+
+    @property
+    def _must_know_all(self) -> bool:
+        """Whether the next pass can only be planned when what was launched is known: the host chooses the tokens, or it
+        is being found out who makes passes fail."""
+        return bool(self._recovery.suspects) or any(flight.needs_host for flight in self._in_flight)
 
     def stop_admitting(self) -> None:
         """Forgets all requests that were never active; those that have begun go on, with their forks.
@@ -140,6 +105,7 @@ class Manager:
         self._recovery.suspects.drop(dropped)
         for request in dropped:
             self.cache.release(request.request_id)  # which may know it as one that waits
+        self._let_go()
 
     def score(self, token_ids: list[int]) -> Iterator[torch.Tensor]:
         """Logits [T, vocab] after each token of a text, in pieces of T tokens as long as a forward pass may be.
@@ -151,13 +117,12 @@ class Manager:
         request = RequestState(_SCORED_ID, list(token_ids), SamplingParams(1))
         if not self.cache.admit(_SCORED_ID, token_ids, len(token_ids)):
             raise ValueError(f"a text of {len(token_ids)} tokens does not fit in the cache")
-        step = self._buffers.max_batch_tokens
+        step = self.passes.max_batch_tokens
         try:
             for start in range(0, len(token_ids), step):
                 length = min(step, len(token_ids) - start)
                 batch = ScheduledBatch([ScheduledRequest(request, start, length, 0, samples=True)])
-                inputs = self._buffers.lay_out(batch, self.cache)
-                yield self._runner.forward(replace(inputs, logits_indices=torch.arange(length)))
+                yield self.passes.logits_of(batch, self.cache)
         finally:
             self.cache.release(_SCORED_ID)
 
@@ -195,6 +160,7 @@ class Manager:
         self._recovery.suspects.drop([request])
         request.finish(FinishReason.ERROR, time.perf_counter(), "cancelled")
         self._queue_forks(heirs)
+        self._let_go()
 
     def check_integrity(self) -> None:
         """Asserts the laws of the cache and of the queues; tests call it after every step."""
@@ -212,10 +178,11 @@ class Manager:
         return members
 
     def _plan(self) -> ScheduledBatch:
-        """Schedules, and offloads and schedules again until a batch fits; brings in whom it admitted."""
+        """Schedules, and offloads and schedules again until a batch fits; brings in whom it admitted. Empty when all
+        depends on what is in flight."""
         self.scheduler.confine(self._recovery.suspects.turn)
         batch = self.scheduler.schedule()
-        while not batch:
+        while not batch and not self._in_flight and self.scheduler.has_work:
             self._make_room(batch)
             batch = self.scheduler.schedule()
         admitted = batch.admitted
@@ -238,30 +205,84 @@ class Manager:
             victims = active
         self._offload(victims)
 
-    def _compute(self, batch: ScheduledBatch) -> "_Computed":
-        """The forward pass: who gets a token from it, and which; and what it says of tokens of prompts."""
-        inputs = self._buffers.lay_out(batch, self.cache)
-        self._clock.lap("layout")
-        logits = self._runner.forward(inputs)
+    def _launch(self, batch: ScheduledBatch, start_s: float) -> list[RequestState]:
+        """Starts the forward pass, the forks that begin with it, and the choice of tokens. Returns who ended with an
+        earlier pass or with this one, if it failed."""
+        try:
+            inputs = self.passes.lay_out(batch, self.cache)
+            self._clock.lap("layout")
+            launched = self.passes.launch(inputs)
+            sampling, rows, forks = self._sampling(batch)
+            self.passes.choose(launched, rows, sampling)
+        except ForwardPassError as error:
+            return self._recover_launch(batch, error)
+        for entry in batch.scheduled:
+            entry.request.launch(entry.query_length, int(entry.samples))
+        for _, fork in forks:
+            fork.launch(0, 1)
+        departures = [entry.request.num_departures for entry in batch.scheduled]
+        sampling_departures = [request.num_departures for request in sampling]
+        flight = Flight(batch, launched, start_s, sampling, forks, departures, sampling_departures)
+        self._in_flight.append(flight)
         self._clock.lap("forward")
-        scored, forks, start = [], [], 0
+        return []
+
+    def _sampling(
+        self, batch: ScheduledBatch
+    ) -> tuple[list[RequestState], list[int], list[tuple[RequestState, RequestState]]]:
+        """Who gets a token from the pass, the row of its logits for each, and the forks that begin, with parents."""
         sampling: list[RequestState] = []
         rows: list[int] = []
+        forks: list[tuple[RequestState, RequestState]] = []
         copies: list[tuple[int, int]] = []
+        row = 0
         for entry in batch.scheduled:
-            end = start + len(entry.scored)
-            if entry.scored:
-                scored.append((entry.request, _score(logits[start:end], entry)))
+            row += len(entry.scored)
             if entry.samples:
-                started = self._fork(entry.request, copies)
+                started = self._fork(entry.request, copies) if entry.request.forks else []
                 forks += [(entry.request, fork) for fork in started]
                 sampling += [entry.request, *started]
-                rows += [end] * (1 + len(started))
-            start = end + entry.samples
-        self._runner.copy_pages(copies)
-        sampled = self._sampler.sample(logits if rows == list(range(len(logits))) else logits[rows], sampling)
-        self._recovery.suspects.acquit(batch)
-        return _Computed(sampling, sampled, scored, forks)
+                rows += [row] * (1 + len(started))
+                row += 1
+        if copies:
+            self.passes.copy_pages(copies)
+        return sampling, rows, forks
+
+    def _collect_down_to(self, num_in_flight: int) -> list[RequestState]:
+        """Collects the oldest passes until so many are left. Returns who finished."""
+        finished: list[RequestState] = []
+        while len(self._in_flight) > num_in_flight:
+            finished += self._collect(self._in_flight.popleft())
+        return finished
+
+    def _collect(self, flight: Flight) -> list[RequestState]:
+        """Waits for a pass and applies what came of it."""
+        try:
+            logits, sampled = self.passes.read(flight.launched)
+            scored = scores_in(logits, flight.batch)
+        except ForwardPassError as error:
+            return self._recovery.after(ScheduledBatch(flight.present()), error)
+        end_s = self._clock.lap("sampling")
+        batch = flight.batch
+        if self._recovery.suspects:
+            self._recovery.suspects.acquit(ScheduledBatch(flight.present()))
+        self.metrics.count_step(flight.start_s, end_s, len(batch.scheduled), self.cache.used_share)
+        finished = self._apply(flight, sampled, scored)
+        self._clock.lap("applying")
+        self.log.add(batch, self._clock, self.metrics, self.scheduler, self.cache)
+        return finished
+
+    def _let_go(self) -> None:
+        """Nothing stays in flight when there is nobody left for whom it could be."""
+        if not self.scheduler.has_work:
+            self._collect_down_to(0)
+
+    def _recover_launch(self, batch: ScheduledBatch, error: ForwardPassError) -> list[RequestState]:
+        """After a pass that could not be launched. What was before it is collected first. Returns who ended."""
+        finished = self._collect_down_to(0)
+        active = set(self.scheduler.active_ids)
+        present = [entry for entry in batch.scheduled if entry.request.request_id in active]
+        return finished + self._recovery.after(ScheduledBatch(present), error)
 
     def _fork(self, parent: RequestState, copies: list[tuple[int, int]]) -> list[RequestState]:
         """Starts the further samples of a prompt that was just computed, as far as there is room; the rest queue.
@@ -289,25 +310,35 @@ class Manager:
         if heir is not None:
             self.scheduler.add_first(heir)
 
-    def _apply(self, batch: ScheduledBatch, computed: "_Computed") -> list[RequestState]:
-        """Advances every request of the batch, appends what was sampled and finishes who is done."""
+    def _apply(
+        self, flight: Flight, sampled: Sampled, scored: list[tuple[RequestState, TokenLogprobs]]
+    ) -> list[RequestState]:
+        """Advances every request of the pass, appends what was sampled and finishes who is done."""
         now_s = time.perf_counter()
-        for entry in batch.scheduled:
-            self.metrics.count_computed(entry.request, entry.query_length)
-            entry.request.advance(entry.query_length)
-        for request, scores in computed.scored:
+        for entry in flight.present():
+            if not entry.request.is_new_ground:
+                self.metrics.count_computed(entry.request, entry.query_length)
+            entry.request.land(entry.query_length, int(entry.samples))
+        for request, scores in flight.scored(scored) if scored else ():
             assert request.prompt_logprobs is not None
             request.prompt_logprobs.extend(scores)
-        for parent, fork in computed.forks:  # complete by now; a pass that failed would have both scored again
-            fork.prompt_logprobs = parent.prompt_logprobs
+        for parent, fork in flight.present_forks():
+            fork.land(0, 1)
+            fork.prompt_logprobs = parent.prompt_logprobs  # complete by now
         finished = []
-        for row, request in enumerate(computed.sampling):
-            if self._apply_token(request, row, computed.sampled, now_s):
-                self.scheduler.remove(request)
-                self.cache.release(request.request_id)
-                self.metrics.count_finished(request)
+        for row, request in flight.receivers():
+            if self._apply_token(request, row, sampled, now_s):
+                self._release(request)
                 finished.append(request)
         return finished
+
+    def _release(self, request: RequestState) -> None:
+        """A request has finished: what it held is free, and what it computed may be taken over."""
+        self.scheduler.remove(request)
+        if request.error is None:
+            self.cache.register(request.request_id, request.token_ids, request.num_computed_tokens)
+        self.cache.release(request.request_id)
+        self.metrics.count_finished(request)
 
     def _apply_token(self, request: RequestState, row: int, sampled: Sampled, now_s: float) -> bool:
         """Appends one token, if there is one; True when the request has finished with it."""
@@ -341,6 +372,10 @@ class Manager:
 
     def _relieve(self, batch: ScheduledBatch) -> None:
         """Offloads stalled requests whose demand what finished in this step did not cover."""
+        if not (batch and batch.stalled):
+            return
+        active = set(self.scheduler.active_ids)
+        batch.stalled = [pair for pair in batch.stalled if pair[0].request_id in active]
         if batch.stalled and not self._offload_outsiders():
             self._offload(choose_victims(batch, self.scheduler.active, self.cache))
 
@@ -356,13 +391,3 @@ class Manager:
             self.offloader.offload(outsiders)
             self.scheduler.requeue(outsiders)
         return bool(outsiders)
-
-
-@named_failures()
-@torch.inference_mode()
-def _score(logits: torch.Tensor, entry: ScheduledRequest) -> TokenLogprobs:
-    """Of the tokens of a prompt that follow those of `entry.scored`, whose logits are [N, vocab]."""
-    buffer = entry.request.prompt_logprobs
-    assert buffer is not None
-    following = entry.request.token_ids[entry.scored.start + 1 : entry.scored.stop + 1]
-    return token_logprobs(logits, following, buffer.num_top)

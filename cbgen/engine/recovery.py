@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from cbgen.engine.isolation import Suspect, Suspects
 from cbgen.engine.metrics import EngineMetrics
-from cbgen.engine.model_runner import ModelRunner
 from cbgen.engine.offloading import Offloader
+from cbgen.engine.passes import Passes
 from cbgen.engine.requests import FinishReason, RequestState, RequestStatus, heir_of
 from cbgen.engine.scheduler import ScheduledBatch, Scheduler
 from cbgen.errors import ForwardPassError, PassMemoryError
@@ -25,18 +25,20 @@ class Recovery:
         self,
         scheduler: Scheduler,
         offloader: Offloader,
-        runner: ModelRunner,
+        passes: Passes,
         metrics: EngineMetrics,
         notify: Callable[[str], None],
     ):
         self.suspects = Suspects()
-        self._scheduler, self._offloader, self._runner = scheduler, offloader, runner
+        self._scheduler, self._offloader, self._passes = scheduler, offloader, passes
         self._metrics, self._notify = metrics, notify
 
     def after(self, batch: ScheduledBatch, error: ForwardPassError) -> list[RequestState]:
         """Returns who ended with the pass: the guilty one, if it is found."""
         accused = self._start_over(batch)
         if isinstance(error, PassMemoryError) and self._shrink():
+            return []
+        if not accused:  # everybody has left meanwhile
             return []
         self._metrics.forward_failures += 1
         if not self.suspects:
@@ -60,7 +62,7 @@ class Recovery:
 
     def _shrink(self) -> bool:
         """Smaller batches from now on; False when they cannot get smaller."""
-        self._runner.release_memory()
+        self._passes.release_memory()
         if not self._scheduler.shrink_budgets():
             return False
         self._metrics.budget_shrinks += 1

@@ -48,13 +48,16 @@ class RequestState:
 
     token_ids are the prompt and what was generated since. The first num_computed_tokens of them have their KV in the
     cache, or in the swap pool while the request is pending; max_computed_tokens is the most that ever had, so that what
-    is computed again can be told. num_matched_tokens of them were written by others; a request that computes_alone
-    takes over no more of these. `forks` are further samples of the same prompt, which start where it ends.
-    `tag` is the caller's and comes back untouched.
+    is computed again can be told. Passes that were launched and not collected yet compute num_flying_tokens more and
+    sample num_awaited_tokens, whose ids are not known. num_departures: how often it left the cache, at its end too:
+    what was launched for it before is nothing to it then. num_matched_tokens of the computed ones were written by
+    others; a request that computes_alone takes over no more of these. `forks` are further samples of the same prompt,
+    which start where it ends. `tag` is the caller's and comes back untouched.
 
     stop_reason: the stop text or token that ended it; num_hidden_tokens: of the generated ones at the end, how many are
     none of the text. logprobs, prompt_logprobs: of the tokens generated, and of the prompt's from the second on; forks
-    have their parent's. history, matcher and tail are worked out from token_ids, whoever needs them, and kept.
+    have their parent's. needs_host: whether its next token is chosen by what the host knows of those before. history,
+    matcher and tail are worked out from token_ids, whoever needs them, and kept.
     """
 
     request_id: int
@@ -64,8 +67,11 @@ class RequestState:
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     max_computed_tokens: int = 0
+    num_flying_tokens: int = 0
+    num_awaited_tokens: int = 0
     num_soft_resets: int = 0
     num_swaps: int = 0
+    num_departures: int = 0
     num_matched_tokens: int = 0
     computes_alone: bool = False
     forks: list["RequestState"] = field(default_factory=list)
@@ -80,9 +86,11 @@ class RequestState:
     matcher: GrammarMatcher | None = None
     tail: TextTail | None = None
     timing: RequestTiming = field(init=False)
+    needs_host: bool = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.token_ids, "a request has at least one token"
+        self.needs_host = self.params.changes_logits
         self.num_prompt_tokens = len(self.token_ids)
         if self.params.logprobs is not None:
             self.logprobs = LogprobBuffer(self.params.logprobs)
@@ -94,6 +102,27 @@ class RequestState:
     def num_remaining_tokens(self) -> int:
         """Tokens whose KV is still to be computed; the last of them gives the next token."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_planned_tokens(self) -> int:
+        """Tokens whose KV is in the cache once all that was launched is done: where the next pass goes on."""
+        return self.num_computed_tokens + self.num_flying_tokens
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Tokens that it has by then."""
+        return len(self.token_ids) + self.num_awaited_tokens
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a pass was launched for it that is not collected."""
+        return self.num_flying_tokens + self.num_awaited_tokens > 0
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the tokens that are awaited are all that it may generate."""
+        awaited = self.num_awaited_tokens
+        return awaited > 0 and self.num_generated_tokens + awaited >= self.params.max_tokens
 
     @property
     def generated_ids(self) -> list[int]:
@@ -114,6 +143,11 @@ class RequestState:
     @property
     def num_generated_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it has its first token, or is about to get it from a pass that was launched."""
+        return self.status is RequestStatus.DECODING or self.num_awaited_tokens > 0
 
     @property
     def is_swapped(self) -> bool:
@@ -151,6 +185,24 @@ class RequestState:
         self.num_matched_tokens = parent.num_matched_tokens
         self.timing.first_scheduled_s = parent.timing.first_scheduled_s
 
+    def launch(self, query_length: int, num_sampled: int) -> None:
+        """A pass was launched that computes the next `query_length` tokens and samples `num_sampled`."""
+        self.num_flying_tokens += query_length
+        self.num_awaited_tokens += num_sampled
+
+    def land(self, query_length: int, num_sampled: int) -> None:
+        """That pass is done, and what came of it is known: `append_token` says it."""
+        self.num_flying_tokens -= query_length
+        self.num_awaited_tokens -= num_sampled
+        self.advance(query_length)
+
+    @property
+    def is_new_ground(self) -> bool:
+        """Whether the next token computed was generated, and is computed for the first time: nothing to count."""
+        return (
+            self.num_computed_tokens >= self.num_prompt_tokens and self.num_computed_tokens == self.max_computed_tokens
+        )
+
     def advance(self, query_length: int) -> None:
         """The KV of the next `query_length` tokens is in the cache."""
         assert self.status in (RequestStatus.PREFILLING, RequestStatus.DECODING), self.status
@@ -171,14 +223,18 @@ class RequestState:
         assert self.status in (RequestStatus.PREFILLING, RequestStatus.DECODING), self.status
         self.status = RequestStatus.PENDING
         self.num_computed_tokens = self.num_matched_tokens = 0
+        self.num_flying_tokens = self.num_awaited_tokens = 0
         self.num_soft_resets += 1
+        self.num_departures += 1
 
     def swap_out(self) -> None:
         """Back to the queue, with its KV in the swap pool."""
         assert self.status in (RequestStatus.PREFILLING, RequestStatus.DECODING), self.status
         assert self.num_computed_tokens > 0
+        assert not self.is_in_flight, "what a pass still computes is not swapped out"
         self.status = RequestStatus.PENDING
         self.num_swaps += 1
+        self.num_departures += 1
 
     def finish(
         self,
@@ -196,6 +252,7 @@ class RequestState:
         self.stop_reason = stop_reason
         self.num_hidden_tokens = num_hidden_tokens
         self.timing.finish_s = now_s
+        self.num_departures += 1
 
 
 def heir_of(forks: list[RequestState]) -> RequestState | None:

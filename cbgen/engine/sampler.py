@@ -6,31 +6,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from cbgen.engine.draws import draw_in_torch, draws_of
 from cbgen.engine.failures import named_failures
 from cbgen.engine.generated_text import TextCodec
 from cbgen.engine.grammars import Grammars
-from cbgen.engine.logits_processors import LogitsProcessors, changes_logits
+from cbgen.engine.logits_processors import LogitsProcessors
 from cbgen.engine.logprobs import TokenLogprobs, token_logprobs
 from cbgen.engine.requests import RequestState
 from cbgen.kernels.cpu.library import load_library
-from cbgen.kernels.cpu.sampling import RowDraws, draw_rows
-
-# Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014): SplitMix64.
-_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-# A temperature below this would overflow the division; at this one the best token has all the probability already.
-_LEAST_TEMPERATURE = 1e-20
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+from cbgen.kernels.cpu.sampling import draw_rows
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 NOTHING_LEFT = "bad_words, logit_bias, min_tokens and the form of the output together leave no token to choose"
-
-
-def uniform_draws(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float64 in [0, 1), one per row, from uint64 seeds and positions: number `position` of the stream `seed`."""
-    state = seeds + (positions + np.uint64(1)) * _GOLDEN_GAMMA
-    state = (state ^ (state >> np.uint64(30))) * _MIX_1
-    state = (state ^ (state >> np.uint64(27))) * _MIX_2
-    return ((state ^ (state >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass
@@ -67,7 +54,7 @@ class Sampler:
         best_ids, finite = _greedy(logits)
         sampled = Sampled([token_id if ok else None for token_id, ok in zip(best_ids, finite, strict=True)])
         living = [(row, request) for row, request in enumerate(requests) if finite[row]]
-        changing = [(row, request) for row, request in living if changes_logits(request.params)]
+        changing = [(row, request) for row, request in living if request.needs_host]
         drawing = [row for row, request in living if not request.params.is_greedy]
         watched = [row for row, request in living if request.params.logprobs is not None]
         raw = logits[watched]  # before processors
@@ -81,6 +68,23 @@ class Sampler:
                 sampled.token_ids[row] = token_id
         if watched:
             self._watch(raw, watched, requests, sampled)
+        return sampled
+
+    @named_failures()
+    @torch.inference_mode()
+    def described(
+        self,
+        logits: torch.Tensor,
+        rows: list[int],
+        requests: Sequence[RequestState],
+        token_ids: list[int],
+        is_finite: list[bool],
+    ) -> Sampled:
+        """What was chosen on the device, from these rows of logits [S, vocab], with all else that was asked for."""
+        sampled = Sampled([token_id if ok else None for token_id, ok in zip(token_ids, is_finite, strict=True)])
+        watched = [place for place, request in enumerate(requests) if request.params.logprobs is not None]
+        if watched:
+            self._watch(logits[[rows[place] for place in watched]], watched, requests, sampled)
         return sampled
 
     def _change(self, logits: torch.Tensor, changing: list[tuple[int, RequestState]], sampled: Sampled) -> None:
@@ -127,64 +131,8 @@ def _greedy(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
 def _draw(logits: torch.Tensor, requests: list[RequestState]) -> list[int]:
     """Token ids drawn from float32 logits [S, vocab] as transformers filters them: temperature, then top-k, then the
     smallest set that reaches top-p, then min-p."""
-    draws = RowDraws(
-        temperatures=np.array([max(r.params.temperature, _LEAST_TEMPERATURE) for r in requests], np.float32),
-        top_ks=np.array([r.params.top_k for r in requests], np.int64),
-        top_ps=np.array([r.params.top_p for r in requests], np.float64),
-        min_ps=np.array([r.params.min_p for r in requests], np.float32),
-        uniform=uniform_draws(
-            np.array([(r.params.seed or 0) % 2**64 for r in requests], np.uint64),
-            np.array([r.num_generated_tokens for r in requests], np.uint64),
-        ),
-    )
+    draws = draws_of(requests, [request.num_generated_tokens for request in requests])
     library = load_library() if logits.device.type == "cpu" else None
     if library is not None:
         return draw_rows(library, logits, draws)
-    return _draw_in_torch(logits, draws)
-
-
-def _draw_in_torch(logits: torch.Tensor, draws: RowDraws) -> list[int]:
-    """Rows are grouped by what they ask for, since those without filters need not be sorted."""
-    filtered = (draws.top_ks > 0) | (draws.top_ps < 1)
-    token_ids = np.empty(len(logits), np.int64)
-    for rows, keep in ((np.flatnonzero(~filtered), _probabilities), (np.flatnonzero(filtered), _filtered)):
-        if len(rows):
-            weights = keep(logits[rows], draws.of(rows))
-            token_ids[rows] = _invert(weights, draws.uniform[rows]).cpu().numpy()
-    return token_ids.tolist()
-
-
-def _probabilities(logits: torch.Tensor, draws: RowDraws) -> torch.Tensor:
-    """[S, vocab], those below min_p of the largest 0."""
-    probabilities = (logits / _column(draws.temperatures, logits.device)).softmax(-1)
-    least = _column(draws.min_ps, logits.device) * probabilities.amax(-1, keepdim=True)
-    return probabilities.masked_fill(probabilities < least, 0.0)
-
-
-def _filtered(logits: torch.Tensor, draws: RowDraws) -> torch.Tensor:
-    """The same, with those outside top_k and top_p 0 as well."""
-    device, vocabulary = logits.device, logits.shape[-1]
-    scaled, order = (logits / _column(draws.temperatures, device)).sort(dim=-1, descending=True, stable=True)
-    top_ks = _column(np.where(draws.top_ks > 0, draws.top_ks, vocabulary), device)
-    scaled = scaled.masked_fill(torch.arange(vocabulary, device=device) >= top_ks, -torch.inf)
-    probabilities = scaled.softmax(-1)
-    mass_before = probabilities.cumsum(-1, dtype=torch.float64) - probabilities
-    top_ps = _column(draws.top_ps, device)
-    cut = (mass_before >= top_ps) & (top_ps < 1.0)
-    cut |= probabilities < _column(draws.min_ps, device) * probabilities[:, :1]
-    cut[:, 0] = False
-    return torch.zeros_like(probabilities).scatter_(-1, order, probabilities.masked_fill(cut, 0.0))
-
-
-def _column(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """[S, 1]"""
-    return torch.from_numpy(values)[:, None].to(device)
-
-
-def _invert(weights: torch.Tensor, uniform: np.ndarray) -> torch.Tensor:
-    """Indices [S]: where the cumulated weights [S, N] pass the row's uniform draw times their sum."""
-    cumulated = weights.double().cumsum(-1)
-    total = cumulated[:, -1:]
-    targets = torch.from_numpy(uniform).to(weights.device)[:, None] * total
-    targets = torch.minimum(targets, torch.nextafter(total, torch.zeros_like(total)))  # the product may round up
-    return torch.searchsorted(cumulated, targets, right=True)[:, 0]
+    return draw_in_torch(logits, draws)

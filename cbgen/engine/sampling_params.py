@@ -95,6 +95,13 @@ class SamplingParams:
         """Whether logits hang on which tokens were there before."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before a token is chosen, by what the host knows of the request."""
+        return bool(
+            self.needs_history or self.logit_bias or self.bad_words or self.min_tokens or self.structure is not None
+        )
+
     def updated(self, **changes: Any) -> "SamplingParams":
         """The same but for these parameters: they are checked, and how they go with the others."""
         return self._with({name: _CHECKS[name](name, value) for name, value in changes.items()})._check_together()

@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
+from typing import NamedTuple
 
 from cbgen.cache.paged_cache import NO_MATCH, Demand, PagedCache
 from cbgen.cache.prefix_cache import PrefixMatch
@@ -17,8 +18,7 @@ MAX_OVERTAKEN = 64
 MAX_SKIPPED_PER_STEP = 8
 
 
-@dataclass(frozen=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """A request and the tokens that the next forward pass computes: query_length of them, from `start` on.
 
     num_matched: of those before `start`, how many it takes over from the cache as it is admitted.
@@ -84,7 +84,8 @@ class _Budget:
         if self.cache_pages is not None:
             self.cache_pages -= len(new_pages)
             self.read |= new_pages
-        assert min(self.query_tokens, self.requests, self.cache_pages or 0) >= 0, self
+        assert min(self.query_tokens, self.requests) >= 0, self
+        assert self.cache_pages is None or self.cache_pages >= 0, self
 
     @property
     def is_spent(self) -> bool:
@@ -134,6 +135,11 @@ class Scheduler(ABC):
     def active(self) -> list[RequestState]:
         """The requests that hold cache, by arrival."""
         return list(self._active.values())
+
+    @property
+    def active_ids(self) -> Iterable[int]:
+        """Their ids."""
+        return self._active.keys()
 
     @property
     def unfinished(self) -> Iterator[RequestState]:
@@ -251,21 +257,39 @@ class Scheduler(ABC):
         batch = ScheduledBatch()
         budget = _Budget(self.max_batch_tokens, self.max_requests_per_batch, self._cache_budget_pages)
         runnable = [request for request in self._active.values() if self._may_run(request)]
-        decoding = [request for request in runnable if request.status is RequestStatus.DECODING]
-        prefilling = [request for request in runnable if request.status is RequestStatus.PREFILLING]
+        decoding = [request for request in runnable if request.is_decoding]
+        prefilling = [request for request in runnable if not request.is_decoding]
         for request in self.candidate_order(decoding, prefilling):
             if budget.is_spent:
                 return batch
-            exempt = request.status is RequestStatus.DECODING or not (decoding or batch)
-            if exempt or self._above_margin:
+            if request.is_ending:
+                continue
+            if request.is_decoding:
+                if not self._schedule_within_page(request, budget, batch):
+                    self._schedule_active(request, budget, batch)
+            elif not (decoding or batch) or self._above_margin:
                 self._schedule_active(request, budget, batch)
         if not batch.stalled and not (self._admission_held and runnable):
             self._admit_waiting(budget, batch, may_exceed_margin=not decoding)
         return batch
 
+    def _schedule_within_page(self, request: RequestState, budget: _Budget, batch: ScheduledBatch) -> bool:
+        """Most decodes, at most steps: the one token goes into a page that the request owns, and does not fill it, so
+        that the cache need not be asked or told. False, and nothing is done, for all others."""
+        start = request.num_computed_tokens + request.num_flying_tokens
+        place = start % self._cache.page_size
+        if not 0 < place < self._cache.page_size - 1 or self._cache_budget_pages is not None:
+            return False
+        if len(request.token_ids) + request.num_awaited_tokens - start != 1:
+            return False
+        budget.query_tokens -= 1
+        budget.requests -= 1
+        batch.scheduled.append(ScheduledRequest(request, start, 1, 0, True))
+        return True
+
     def _schedule_active(self, request: RequestState, budget: _Budget, batch: ScheduledBatch) -> None:
-        start = request.num_computed_tokens
-        kv_length = start + min(request.num_remaining_tokens, budget.query_tokens_for(request))
+        start = request.num_planned_tokens
+        kv_length = start + min(request.num_expected_tokens - start, budget.query_tokens_for(request))
         if not self._within_cache_budget(request, NO_MATCH, kv_length, budget):
             return
         if self._cache.allocate(request.request_id, kv_length):
@@ -303,7 +327,7 @@ class Scheduler(ABC):
         scored = _scored(request, start, kv_length)
         budget.spend(kv_length - start, len(scored), self._new_pages(request, kv_length, budget))
         num_matched = len(match.blocks) * self._cache.page_size
-        samples = kv_length == len(request.token_ids)
+        samples = kv_length == request.num_expected_tokens
         batch.scheduled.append(ScheduledRequest(request, start, kv_length - start, num_matched, samples, scored))
 
     def _within_cache_budget(self, request: RequestState, match: PrefixMatch, kv_length: int, budget: _Budget) -> bool:

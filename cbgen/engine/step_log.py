@@ -31,15 +31,19 @@ FIRST_BIN_S = 0.25
 
 @dataclass
 class StepClock:
-    """Splits the time of a step: each lap goes to the phase it is named after."""
+    """Splits the time of a step: each lap goes to the phase it is named after, until the log takes them."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _last_s: float | None = None
 
     def start(self) -> None:
         """A step begins; what was since the one before goes to "between"."""
-        self.seconds = dict.fromkeys(PHASES, 0.0)
         self.lap("between")
+
+    def take(self) -> dict[str, float]:
+        """The time of each phase since the last call."""
+        taken, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
+        return taken
 
     def lap(self, phase: str) -> float:
         """Ends the phase; returns the moment on the monotonic clock, in seconds."""
@@ -69,9 +73,10 @@ class StepLog:
     def add(
         self, batch: ScheduledBatch, clock: StepClock, metrics: EngineMetrics, scheduler: Scheduler, cache: PagedCache
     ) -> None:
-        """To be called at the end of a step, when its requests have been applied."""
+        """To be called when what came of a pass has been applied."""
         now_s = time.perf_counter()
-        own_s = sum(seconds for phase, seconds in clock.seconds.items() if phase != "between")
+        phases = clock.take()
+        own_s = sum(seconds for phase, seconds in phases.items() if phase != "between")
         if self._started_s is None:
             self._started_s, self._started_wall_s = now_s - own_s, time.time() - own_s
         counted = {name: getattr(metrics, name) for name in COUNTS}
@@ -85,7 +90,7 @@ class StepLog:
         )
         added = [counted[name] - self._counted[name] for name in COUNTS]
         end_s = now_s - self._started_s
-        self._spread(max(0.0, end_s - own_s), end_s, np.array((1, *clock.seconds.values(), *per_step, *added)))
+        self._spread(max(0.0, end_s - own_s), end_s, np.array((1, *phases.values(), *per_step, *added)))
         self._counted = counted
 
     def total(self, name: str) -> float:

@@ -5,17 +5,17 @@ whole prompts   [chunk][chunk][chunk] [rows] [half] ...   what prompts cost, and
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
 from cbgen.cache.paged_cache import PagedCache
 from cbgen.engine.build import Engine
-from cbgen.engine.input_outputs import BatchInputs, InputBuffers
-from cbgen.engine.manager import ListSource
 from cbgen.engine.requests import RequestState, RequestStatus
 from cbgen.engine.sampling_params import SamplingParams
 from cbgen.engine.scheduler import ScheduledBatch
+from cbgen.engine.sources import ListSource
 from cbgen.errors import ModelError
 from cbgen.ordering import WaitingRequest, unpack_ids
 from cbgen.plan.costs import CostModel, fit, size_of
@@ -29,16 +29,16 @@ DEADLINE_S = 40.0
 WARM_UP_STEPS = 2
 
 
-class _Watched(InputBuffers):
-    """The buffers of an engine, which note what is in each pass."""
+class _Watched:
+    """Notes what is in each pass that an engine lays out."""
 
-    def __init__(self, buffers: InputBuffers):
-        self._buffers = buffers
-        self.max_batch_tokens = buffers.max_batch_tokens
+    def __init__(self, lay_out: Callable[[ScheduledBatch, PagedCache], Any]):
+        self._lay_out = lay_out
         self.size = np.zeros(0)
 
-    def lay_out(self, batch: ScheduledBatch, cache: PagedCache) -> BatchInputs:
-        inputs = self._buffers.lay_out(batch, cache)
+    def lay_out(self, batch: ScheduledBatch, cache: PagedCache) -> Any:
+        """In the place of Passes.lay_out."""
+        inputs = self._lay_out(batch, cache)
         self.size = size_of(batch, cache)
         return inputs
 
@@ -58,19 +58,25 @@ class Calibration:
         """rows: of the job, as it would hand them to the engine, none too large for its cache. Raises ModelError for
         passes that fail."""
         self._deadline_s = time.perf_counter() + DEADLINE_S
-        plain = self._manager._buffers
-        watched = self._manager._buffers = _Watched(plain)
+        passes: Any = self._manager.passes
+        plain = passes.lay_out
+        watched = _Watched(plain)
+        passes.lay_out = watched.lay_out
         try:
-            spread = rows[:: max(1, len(rows) // self._most_requests)][: self._most_requests]
-            for _ in range(WARM_UP_STEPS):
-                self._run(spread[:2], SHORT_PROMPT, watched)
-            self._sizes.clear()
-            self._seconds.clear()
-            self._run(_repeated(spread, self._most_requests), SHORT_PROMPT, watched)
-            self._run(_within(spread, WHOLE_PROMPT_TOKENS), None, watched)
+            with passes.watched(records=True):
+                self._run_all(rows, watched)
         finally:
-            self._manager._buffers = plain
+            passes.lay_out = plain
         return fit(self._sizes, self._seconds)
+
+    def _run_all(self, rows: list[WaitingRequest], watched: _Watched) -> None:
+        spread = rows[:: max(1, len(rows) // self._most_requests)][: self._most_requests]
+        for _ in range(WARM_UP_STEPS):
+            self._run(spread[:2], SHORT_PROMPT, watched)
+        self._sizes.clear()
+        self._seconds.clear()
+        self._run(_repeated(spread, self._most_requests), SHORT_PROMPT, watched)
+        self._run(_within(spread, WHOLE_PROMPT_TOKENS), None, watched)
 
     def _run(self, rows: Iterable[WaitingRequest], prompt_tokens: int | None, watched: _Watched) -> None:
         """Prompts are computed, then fewer and fewer rows decode, those with the longest prompts ending first."""

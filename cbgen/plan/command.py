@@ -11,7 +11,8 @@ from cbgen.cache.paged_cache import PagedCache
 from cbgen.cache.sizing import CachePlan, mib, plan_cache, with_memory_utilization
 from cbgen.config import ResolvedConfig
 from cbgen.device import free_memory_bytes, total_memory_bytes
-from cbgen.engine.build import Engine, attention_backend
+from cbgen.engine.build import Engine
+from cbgen.engine.execution import choose_execution
 from cbgen.engine.metrics import EngineMetrics
 from cbgen.errors import UsageError
 from cbgen.generation import load_engine
@@ -152,8 +153,15 @@ def _cache_of(job: ResolvedJob) -> tuple[ResolvedConfig, CachePlan]:
     if job.spec.gpu_memory_utilization is not None:
         total_bytes = total_memory_bytes(job.device)
         config = with_memory_utilization(config, job.spec.gpu_memory_utilization, total_bytes, free_bytes)
-    backend = attention_backend(shape, job.model.dtype, config, job.device.type)
-    return config, plan_cache(shape, config, backend, free_bytes, swap_shares_memory=job.device.type != "cuda")
+    execution = choose_execution(shape, job.model.dtype, config, job.device)
+    return config, plan_cache(
+        shape,
+        config,
+        execution.backend,
+        free_bytes,
+        swap_shares_memory=job.device.type != "cuda",
+        buffer_bytes=execution.buffer_bytes(shape, config),
+    )
 
 
 def plan_lines(plan: Plan) -> list[tuple[str, str]]:

@@ -8,11 +8,12 @@ import torch
 from cbgen.cache.paged_cache import PagedCache
 from cbgen.engine.build import Engine
 from cbgen.engine.endings import Endings
-from cbgen.engine.manager import ListSource, Manager
+from cbgen.engine.manager import Manager
 from cbgen.engine.metrics import EngineMetrics
 from cbgen.engine.requests import RequestState
 from cbgen.engine.sampler import Sampled
 from cbgen.engine.scheduler import SCHEDULERS, ScheduledBatch
+from cbgen.engine.sources import ListSource
 from cbgen.ordering import WaitingRequest, unpack_ids
 from cbgen.plan.calibration import never_ending
 from cbgen.plan.costs import CostModel, size_of
@@ -29,7 +30,9 @@ class Simulated:
 
 
 class _Clock:
-    """In the place of the buffers and the runner: a pass takes the time that it costs."""
+    """In the place of the passes: each takes the time that it costs, and samples any token."""
+
+    depth = 1
 
     def __init__(self, max_batch_tokens: int, vocab_size: int, costs: CostModel):
         self.max_batch_tokens = max_batch_tokens
@@ -41,18 +44,19 @@ class _Clock:
         self.seconds += self._costs.seconds(size_of(batch, cache))
         return sum(len(entry.scored) + entry.samples for entry in batch.scheduled)
 
-    def forward(self, num_logits: int) -> torch.Tensor:
-        return torch.zeros(1, 1).expand(num_logits, self._vocab_size)  # prompts may be scored
+    def launch(self, num_logits: int) -> list[int]:
+        return [num_logits]
+
+    def choose(self, launched: list[int], rows: list[int], requests: list[RequestState]) -> None:
+        launched.append(len(requests))
+
+    def read(self, launched: list[int]) -> tuple[torch.Tensor, Sampled]:
+        num_logits, num_requests = launched
+        logits = torch.zeros(1, 1).expand(num_logits, self._vocab_size)  # prompts may be scored
+        return logits, Sampled([_TOKEN] * num_requests)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         pass
-
-
-class _AnyToken:
-    """In the place of the sampler."""
-
-    def sample(self, logits: torch.Tensor, requests: list[RequestState]) -> Sampled:
-        return Sampled([_TOKEN] * len(requests))
 
 
 def simulate(engine: Engine, rows: list[WaitingRequest], costs: CostModel) -> Simulated:
@@ -65,14 +69,11 @@ def simulate(engine: Engine, rows: list[WaitingRequest], costs: CostModel) -> Si
     requests = _requests(rows)
     vocab_size = 1 + max(max(request.token_ids) for request in requests)
     clock: Any = _Clock(config.max_batch_tokens, vocab_size, costs)
-    sampler: Any = _AnyToken()
     manager = Manager(
         cache=cache,
         scheduler=SCHEDULERS[config.scheduler_type](cache, config),
-        buffers=clock,
-        runner=clock,
+        passes=clock,
         swap_pool=None,
-        sampler=sampler,
         endings=Endings(frozenset(), None, lambda _: False),
         max_model_len=engine.manager.max_model_len,
         max_waiting=2 * config.max_requests_per_batch,

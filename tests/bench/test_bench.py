@@ -23,7 +23,7 @@ from cbgen.bench.spec import bench_spec, parse_share
 from cbgen.bench.work import visible_tokens
 from cbgen.cli import app
 from cbgen.config import ContinuousBatchingConfig
-from cbgen.engine.manager import ListSource
+from cbgen.engine.sources import ListSource
 from cbgen.errors import UsageError
 from cbgen.models.tiny_random import build_tokenizer
 
@@ -233,6 +233,9 @@ def test_options_of_cbgen_have_no_effect_on_others() -> None:
         "--page-size",
         16,
         "--no-allow-block-sharing",
+        "--enforce-eager",
+        "--max-cached-graphs",
+        4,
         "--gpu-memory-utilization",
         0.5,
         "--no-profile",
@@ -248,6 +251,8 @@ def test_options_of_cbgen_have_no_effect_on_others() -> None:
     assert warnings == [
         "--page-size",
         "--no-allow-block-sharing",
+        "--no-use-cuda-graph",
+        "--max-cached-graphs",
         "--gpu-memory-utilization",
         "--order",
         "--no-profile",
@@ -320,5 +325,12 @@ def owners(engine: Any, tiny: ModelUnderTest) -> list[tuple[str, Any]]:
     from cbgen.engine import manager as module
 
     manager = engine.manager
-    parts = [module, manager, manager.scheduler, manager._buffers, manager._runner, manager._runner._backend]
+    parts = [
+        module,
+        manager,
+        manager.scheduler,
+        manager.passes.buffers,
+        manager.passes.runner,
+        manager.passes.runner._backend,
+    ]
     return [(str(number), owner) for number, owner in enumerate([*parts, *tiny.model.modules()])]

@@ -13,10 +13,10 @@ from tiny_models import ModelUnderTest
 from cbgen.bench import work
 from cbgen.bench.profile import profiling
 from cbgen.bench.work import Ceilings, ModelCosts, Work, bare_model, expert_weights, visible_tokens
-from cbgen.engine.manager import ListSource
 from cbgen.engine.requests import RequestState
 from cbgen.engine.sampling_params import SamplingParams
 from cbgen.engine.scheduler import ScheduledBatch, ScheduledRequest
+from cbgen.engine.sources import ListSource
 from cbgen.kernels.cpu.library import load_library
 from cbgen.kernels.cpu.linear import IntegerWeight, PackedWeight
 from cbgen.models.cpu_layer import FastDecoderLayer

@@ -5,8 +5,8 @@ import torch
 from engine_harness import engine_for, run_all
 from tiny_models import PARITY, ModelUnderTest
 
+from cbgen.engine.draws import uniform_draws
 from cbgen.engine.requests import RequestState
-from cbgen.engine.sampler import uniform_draws
 from cbgen.engine.sampling_params import SamplingParams
 
 NUM_SAMPLES = 5

@@ -11,11 +11,14 @@ from cbgen.cache.pool import NUM_RESERVED_CHUNKS
 from cbgen.config import FULL_ATTENTION, SLIDING_ATTENTION, ContinuousBatchingConfig, ModelShape
 from cbgen.engine.endings import Endings
 from cbgen.engine.input_outputs import BatchInputs, InputBuffers
-from cbgen.engine.manager import ListSource, Manager
+from cbgen.engine.manager import Manager
+from cbgen.engine.passes import DirectPasses
 from cbgen.engine.requests import RequestState, RequestStatus
 from cbgen.engine.sampler import Sampler
 from cbgen.engine.sampling_params import SamplingParams
 from cbgen.engine.scheduler import SCHEDULERS, ScheduledBatch
+from cbgen.engine.sources import ListSource
+from cbgen.streams import InOrderStreams
 
 PAGE = 4
 CONTEXT = 4096
@@ -29,6 +32,9 @@ class NoModel:
         return torch.zeros(len(inputs.logits_indices), 2)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        pass
+
+    def release_memory(self) -> None:
         pass
 
 
@@ -67,12 +73,18 @@ class World:
         self.cache = cache_type(layout, num_chunks + NUM_RESERVED_CHUNKS, self.config.allow_block_sharing)
         self.scheduler = SCHEDULERS[self.config.scheduler_type](self.cache, self.config, cache_budget_pages)
         buffers = InputBuffers(
-            self.config.max_batch_tokens, self.config.max_requests_per_batch, len(layout.groups), CPU
+            self.config.max_batch_tokens, self.config.max_requests_per_batch, layout, CONTEXT, InOrderStreams(CPU)
         )
         sampler = Sampler()
         endings = Endings(frozenset(), None, sampler.processors.is_complete)
         self.manager = Manager(
-            self.cache, self.scheduler, buffers, NoModel(), None, sampler, endings, CONTEXT, max_waiting=1 << 30
+            self.cache,
+            self.scheduler,
+            DirectPasses(buffers, NoModel(), sampler),
+            None,
+            endings,
+            CONTEXT,
+            max_waiting=1 << 30,
         )
         self.requests: list[RequestState] = []
         self.passes: list[Pass] = []

@@ -5,9 +5,10 @@ import random
 from engine_harness import Prompt, engine_for, greedy_requests, random_ids, run_all
 from tiny_models import ModelUnderTest
 
-from cbgen.engine.manager import ListSource, Manager
+from cbgen.engine.manager import Manager
 from cbgen.engine.requests import RequestState
 from cbgen.engine.sampling_params import SamplingParams
+from cbgen.engine.sources import ListSource
 from cbgen.engine.tail import MIN_ACTIVE_AT_END, active_at_end, passes_needed
 
 LONGEST, NUM_REQUESTS = 48, 100

@@ -7,8 +7,9 @@ from engine.outgrown_harness import options_for, outgrowing_prompts
 from engine_harness import Prompt, assert_parity, engine_for, greedy_requests, random_ids, run_all
 from tiny_models import ModelUnderTest
 
-from cbgen.engine.manager import ListSource, Manager
+from cbgen.engine.manager import Manager
 from cbgen.engine.requests import FinishReason, RequestState, RequestStatus
+from cbgen.engine.sources import ListSource
 
 MODELS = ["llama", "mistral", "gemma3"]
 PROMPTS = [Prompt(random_ids(40, seed=n), 6) for n in range(2, 6)]

@@ -8,7 +8,7 @@ from engine_harness import CPU, Prompt, engine_for, mixed_prompts, random_ids, r
 from models.causal_zoo import build as build_zoo
 from tiny_models import CONFIGS, ModelUnderTest, build
 
-import cbgen.engine.build
+import cbgen.engine.execution
 from cbgen.engine.build import Engine, build_engine
 from cbgen.engine.fixed_products import FixedProducts, multiplies_in_torch
 from cbgen.engine.requests import RequestState
@@ -47,7 +47,7 @@ def under_test(request: pytest.FixtureRequest) -> ModelUnderTest:
 def served(engine: Engine, prompts: list[Prompt]) -> tuple[list[list[int]], Rows]:
     """The tokens of each row, and the bytes of the logits that each of them was sampled from."""
     logits_of: Rows = defaultdict(list)
-    sampler = engine.manager._sampler
+    sampler = engine.manager.passes.sampler
     sample = sampler.sample
 
     def recorded(logits: torch.Tensor, requests: list[RequestState]) -> Sampled:
@@ -104,7 +104,7 @@ def test_kernels_that_depend_on_the_batch_are_refused(
 ) -> None:
     """Without the compiled kernels there is no such promise, and no run that breaks it."""
     config = engine_for(tiny_llama, deterministic=True).config
-    monkeypatch.setattr(cbgen.engine.build, "load_library", lambda: None)
+    monkeypatch.setattr(cbgen.engine.execution, "load_library", lambda: None)
     with pytest.raises(UsageError, match=r"--deterministic: .*needs cbgen's compiled kernels"):
         build_engine(tiny_llama.model, tiny_llama.shape, torch.float32, config, frozenset(), CPU, 4 << 30)
 

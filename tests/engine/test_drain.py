@@ -6,8 +6,8 @@ from engine_harness import POISON, Prompt, Watch, assert_parity, engine_for, gre
 from tiny_models import ModelUnderTest
 
 from cbgen.engine.build import Engine
-from cbgen.engine.manager import ListSource
 from cbgen.engine.requests import RequestState
+from cbgen.engine.sources import ListSource
 
 PREFIX = random_ids(48, seed=1)
 PROMPTS = [Prompt([*PREFIX, *random_ids(8 + n, seed=n)], 4 + n % 7) for n in range(20)]

@@ -6,9 +6,10 @@ from engine.integer_world import World
 from engine_harness import POISON, engine_for, poisoned, random_ids, run_all
 from tiny_models import ModelUnderTest
 
-from cbgen.engine.manager import ListSource, Manager
+from cbgen.engine.manager import Manager
 from cbgen.engine.requests import FinishReason, RequestState, RequestStatus
 from cbgen.engine.sampling_params import SamplingParams
+from cbgen.engine.sources import ListSource
 
 PAGE = 16
 PROMPT = random_ids(3 * PAGE + 5, seed=3 * PAGE + 5)

@@ -5,8 +5,9 @@ from engine.fork_harness import NUM_SAMPLES, assert_as_expected, expected_sample
 from engine_harness import Prompt, assert_parity, engine_for, random_ids, run_all
 from tiny_models import ModelUnderTest
 
-from cbgen.engine.manager import ListSource, Manager
+from cbgen.engine.manager import Manager
 from cbgen.engine.requests import RequestState
+from cbgen.engine.sources import ListSource
 
 PAGE = 16
 # One token; around one page; exactly two pages; past the window and into a fourth page.

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,14 +12,15 @@ from cbgen.cache.layout import CacheLayout, LayerGroup
 from cbgen.cache.paged_cache import PagedCache
 from cbgen.cache.pool import NUM_RESERVED_CHUNKS, READ_RESERVE_CHUNK, WRITE_RESERVE_CHUNK
 from cbgen.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelShape
-from cbgen.engine.input_outputs import BatchInputs, InputBuffers
+from cbgen.engine.input_outputs import BatchInputs, InputBuffers, Padding, PassShape
 from cbgen.engine.requests import RequestState
 from cbgen.engine.sampling_params import SamplingParams
 from cbgen.engine.scheduler import ScheduledBatch, ScheduledRequest
 from cbgen.kernels.backend import AttentionBatch
+from cbgen.streams import InOrderStreams
 
 CPU = torch.device("cpu")
-MAX_BATCH_TOKENS, MAX_REQUESTS = 256, 8
+MAX_BATCH_TOKENS, MAX_REQUESTS, MAX_MODEL_LEN = 256, 8, 1200
 FULL, SLIDING = FULL_ATTENTION, SLIDING_ATTENTION
 LAYERS = {"full": [FULL] * 2, "sliding": [SLIDING] * 2, "hybrid": [SLIDING, FULL, SLIDING, SLIDING, FULL]}
 Place = tuple[int, int]  # page, offset
@@ -32,7 +34,7 @@ class World:
         self.layout = CacheLayout.of(shape, page_size)
         num_chunks = self.layout.chunks_for_blocks(1200 // page_size) + NUM_RESERVED_CHUNKS
         self.cache = PagedCache(self.layout, num_chunks, share)
-        self.buffers = InputBuffers(MAX_BATCH_TOKENS, MAX_REQUESTS, len(self.layout.groups), CPU)
+        self.buffers = InputBuffers(MAX_BATCH_TOKENS, MAX_REQUESTS, self.layout, MAX_MODEL_LEN, InOrderStreams(CPU))
         self.requests: list[RequestState] = []
         self.memory: list[dict[Place, tuple[int, int]]] = [{} for _ in self.layout.groups]  # place -> request, token
 
@@ -222,18 +224,135 @@ def test_no_request_reaches_its_end() -> None:
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_addresses_are_static(layers: str) -> None:
-    """Every batch, from one token to the most, lies at the same place: a recorded graph may read it there."""
+    """Batches of one shape lie at one place, whatever was in between: a recorded graph may read it there."""
     world = World(LAYERS[layers])
-    most = [world.add(MAX_BATCH_TOKENS // MAX_REQUESTS) for _ in range(MAX_REQUESTS)]
-    addresses = set()
-    for requests in ([world.add(1)], most, [world.add(3), world.add(200)], [world.add(1)]):
+    addresses: dict[PassShape, set[tuple[int, ...]]] = {}
+    for lengths in ([3, 1], [200, 9], [1] * MAX_REQUESTS, [3, 1], [1] * MAX_REQUESTS, [200, 9]):
+        requests = [world.add(length) for length in lengths]
         inputs = world.step([(request, request.num_remaining_tokens) for request in requests])
-        tensors = [inputs.input_ids, inputs.position_ids, inputs.logits_indices]
-        tensors += [part for own in inputs.attention for part in (own.write_pages, own.write_offsets)]
+        tensors = [inputs.input_ids, inputs.position_ids, inputs.carried, inputs.logits_indices]
+        for own in inputs.attention:
+            tensors += [own.write_pages, own.write_offsets, own.page_tables]
         assert all(tensor.is_contiguous() for tensor in tensors)
-        addresses.add(tuple(tensor.data_ptr() for tensor in tensors))
-    assert len(addresses) == 1
-    assert len(set(addresses.pop())) == len(tensors), "no two lie at the same place"
+        own_addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        assert len(set(own_addresses)) == len(tensors), "no two lie at the same place"
+        addresses.setdefault(inputs.shape, set()).add(own_addresses)
+    assert len(addresses) == 3
+    assert all(len(places) == 1 for places in addresses.values())
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize(("query_step", "kv_step"), [(8, 16), (16, 64)])
+def test_padding_changes_no_number_of_a_batch(layers: str, query_step: int, kv_step: int) -> None:
+    """Beside a layout without it, for random batches: the same numbers, and what is added belongs to nobody."""
+    rng = random.Random(query_step)
+    world = World(LAYERS[layers])
+    padding = Padding(query_step, kv_step)
+    padded = InputBuffers(MAX_BATCH_TOKENS, MAX_REQUESTS, world.layout, MAX_MODEL_LEN, InOrderStreams(CPU), padding)
+    requests = [world.add(rng.choice([1, 2, 7, rng.randint(1, 90)])) for _ in range(10)]
+    while unfinished := [request for request in requests if request.num_remaining_tokens]:
+        chosen = rng.sample(unfinished, min(len(unfinished), rng.randint(1, 5)))
+        lengths = [1] * len(chosen) if rng.random() < 0.5 else [rng.randint(1, 40) for _ in chosen]
+        batch = world.plan([(r, min(n, r.num_remaining_tokens)) for r, n in zip(chosen, lengths, strict=True)])
+        check_padding(
+            world.buffers.lay_out(batch, world.cache), padded.lay_out(batch, world.cache), batch, world.layout
+        )
+        world.advance(batch)
+
+
+def check_padding(plain: BatchInputs, padded: BatchInputs, batch: ScheduledBatch, layout: CacheLayout) -> None:
+    num_tokens, num_requests = batch.num_query_tokens, len(batch.scheduled)
+    assert padded.shape.query_tokens == padded.input_ids.shape[1] >= num_tokens
+    assert padded.num_logits == len(plain.logits_indices)
+    for one, other in ((plain.input_ids, padded.input_ids), (plain.position_ids, padded.position_ids)):
+        assert torch.equal(one, other[:, :num_tokens])
+    assert torch.equal(plain.logits_indices, padded.logits_indices[: padded.num_logits])
+    assert (padded.carried == -1).all()
+    for group, one, other in zip(layout.groups, plain.attention, padded.attention, strict=True):
+        width = min(one.page_tables.shape[1], other.page_tables.shape[1])
+        assert torch.equal(one.page_tables[:, :width], other.page_tables[:num_requests, :width])
+        reserve = READ_RESERVE_CHUNK * group.pages_per_chunk
+        assert (one.page_tables[:, width:] == reserve).all()
+        assert (other.page_tables[:num_requests, width:] == reserve).all()
+        assert (other.page_tables[num_requests:] == reserve).all()
+        assert torch.equal(one.write_pages, other.write_pages[:num_tokens])
+        assert torch.equal(one.write_offsets, other.write_offsets[:num_tokens])
+        assert (other.write_pages[num_tokens:] == WRITE_RESERVE_CHUNK * group.pages_per_chunk).all()
+        check_on_device(other, batch, group)
+
+
+def check_on_device(attention: AttentionBatch, batch: ScheduledBatch, group: LayerGroup) -> None:
+    """See DeviceBatch: every query token, padding too, is of exactly one request."""
+    device, num_requests = attention.on_device, len(batch.scheduled)
+    assert device is not None
+    starts = device.query_starts.tolist()
+    assert len(starts) == len(attention.page_tables) + 1
+    assert (starts[0], starts[-1]) == (0, len(attention.write_pages))
+    lengths = [last - first for first, last in pairwise(starts)]
+    assert lengths[:num_requests] == attention.query_lengths
+    assert min(lengths) >= 0
+    assert max(lengths) <= device.max_query_length
+    kv_lengths = device.kv_lengths.tolist()
+    expected = [kv - first for kv, first in zip(attention.kv_lengths, attention.first_tokens, strict=True)]
+    assert kv_lengths[:num_requests] == expected
+    assert all(
+        kv == (1 if length else 0) for kv, length in zip(kv_lengths[num_requests:], lengths[num_requests:], strict=True)
+    )
+    assert device.max_kv_length == attention.page_tables.shape[1] * group.page_size
+    several = [row for row, length in enumerate(attention.query_lengths) if length > 1]
+    assert (device.gather is not None) == (group.window is not None and bool(several))
+    if device.gather is None or device.gather_starts is None:
+        return
+    bounds = device.gather_starts.tolist()
+    assert len(bounds) == len(starts)
+    for row, entry in enumerate(batch.scheduled):
+        own = device.gather[bounds[row] : bounds[row + 1]].tolist()
+        assert len(own) <= device.max_gathered
+        assert bool(own) == (row in several)
+        if own:
+            assert own[-entry.query_length :] == [-1 - token for token in range(starts[row], starts[row + 1])]
+            history = own[: -entry.query_length]
+            seen = range(entry.start - len(history), entry.start)
+            assert not history or (seen[0] <= group.first_visible(entry.start) and seen[0] % group.page_size == 0)
+            table = attention.page_tables[row].tolist()
+            for token, place in zip(seen, history, strict=True):
+                page = table[(token - attention.first_tokens[row]) // group.page_size]
+                assert place == page * group.page_size + token % group.page_size
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("padding", [None, Padding(8, 16), Padding(64, 2048)])
+def test_the_largest_batches_have_room(layers: str, padding: Padding | None) -> None:
+    """As many tokens, requests and tokens of KV as there may be, in one batch."""
+    for lengths in ([MAX_BATCH_TOKENS], [1] * MAX_REQUESTS, [MAX_BATCH_TOKENS // MAX_REQUESTS] * MAX_REQUESTS):
+        world = World(LAYERS[layers])
+        world.buffers = InputBuffers(
+            MAX_BATCH_TOKENS, MAX_REQUESTS, world.layout, MAX_MODEL_LEN, InOrderStreams(CPU), padding
+        )
+        requests = [world.add(MAX_MODEL_LEN // len(lengths) - 8) for _ in lengths]
+        for request, length in zip(requests, lengths, strict=True):
+            before = min(request.num_remaining_tokens - length, MAX_BATCH_TOKENS)
+            if before > 0:
+                world.advance(world.plan([(request, before)]))
+        batch = world.plan([(r, min(n, r.num_remaining_tokens)) for r, n in zip(requests, lengths, strict=True)])
+        assert world.buffers.lay_out(batch, world.cache).num_words <= len(world.buffers.host)
+
+
+def test_tokens_that_are_awaited_come_from_the_pass_before() -> None:
+    """Their rows there are laid out, and no id."""
+    world = World([FULL])
+    first, second = world.add(3), world.add(2)
+    world.step([(first, 3), (second, 2)])
+    batch = ScheduledBatch([_next_token(world, second), _next_token(world, first)])
+    inputs = world.buffers.lay_out(batch, world.cache, {first.request_id: 0, second.request_id: 1})
+    assert inputs.carried.tolist() == [1, 0]
+    assert inputs.position_ids.tolist() == [[2, 3]]
+
+
+def _next_token(world: World, request: RequestState) -> ScheduledRequest:
+    start = len(request.token_ids)
+    assert world.cache.allocate(request.request_id, start + 1)
+    return ScheduledRequest(request, start, 1, 0, samples=True)
 
 
 def test_request_state_is_read_only() -> None:

@@ -19,10 +19,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from cbgen.engine.draws import TorchDraws, filtered_weights, plain_weights
 from cbgen.engine.generated_text import TextCodec
-from cbgen.engine.logits_processors import LogitsProcessors, changes_logits
+from cbgen.engine.logits_processors import LogitsProcessors
 from cbgen.engine.requests import RequestState
-from cbgen.engine.sampler import NOTHING_LEFT, Sampler, _filtered, _probabilities
+from cbgen.engine.sampler import NOTHING_LEFT, Sampler
 from cbgen.engine.sampling_params import SamplingParams
 from cbgen.kernels.cpu.sampling import RowDraws
 from cbgen.models import tiny_random
@@ -102,7 +103,7 @@ def test_processed_logits_are_those_of_transformers(draw: Callable[[random.Rando
         for processor in theirs(request.params, request):
             expected[row] = processor(torch.tensor([request.token_ids]), expected[row : row + 1].clone())[0]
     found = logits.clone()
-    changing = [(row, request) for row, request in enumerate(requests) if changes_logits(request.params)]
+    changing = [(row, request) for row, request in enumerate(requests) if request.needs_host]
     LogitsProcessors(EOS, CODEC, None).apply(found, changing)
     assert len(changing) == ROWS * 3 // 4
     assert not torch.equal(expected, logits)
@@ -155,7 +156,8 @@ def test_filters_are_those_of_transformers(params: dict[str, float]) -> None:
         np.full(ROWS, params.get("min_p", 0.0), np.float32),
         np.zeros(ROWS),
     )
-    weights = (_filtered if "top_k" in params or "top_p" in params else _probabilities)(logits, draws)
+    weigh = filtered_weights if "top_k" in params or "top_p" in params else plain_weights
+    weights = weigh(logits, TorchDraws.on(logits.device, draws))
     torch.testing.assert_close(weights / weights.sum(-1, keepdim=True), scores.softmax(-1), rtol=1e-5, atol=1e-5)
 
 
@@ -167,7 +169,10 @@ def test_rows_without_processors_keep_their_bits() -> None:
     requests = [request_with(rng, replace(plain, seed=row)) for row in range(ROWS)]
     alone = Sampler(EOS, CODEC).sample(logits.clone(), requests).token_ids
     for row in range(0, ROWS, 2):
-        requests[row].params = replace(requests[row].params, **everything(rng))
+        ids, params = requests[row].token_ids, requests[row].params
+        prompt = ids[: requests[row].num_prompt_tokens]
+        requests[row] = RequestState(row, prompt, replace(params, **everything(rng)))
+        requests[row].token_ids += ids[len(prompt) :]
     beside = Sampler(EOS, CODEC).sample(logits.clone(), requests).token_ids
     assert beside[1::2] == alone[1::2]
     assert beside[::2] != alone[::2]

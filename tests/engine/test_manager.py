@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from engine.outgrown_harness import options_for, outgrowing_prompts
 from engine_harness import (
     POISON,
@@ -17,10 +16,10 @@ from engine_harness import (
 )
 from tiny_models import ModelUnderTest
 
-from cbgen.engine.manager import ListSource
 from cbgen.engine.metrics import request_times
 from cbgen.engine.requests import FinishReason, RequestState
 from cbgen.engine.sampling_params import SamplingParams
+from cbgen.engine.sources import ListSource
 
 
 def test_stops_at_any_eos_token(tiny_llama: ModelUnderTest) -> None:
@@ -139,18 +138,3 @@ def test_timing_of_every_request_adds_up(tiny_llama: ModelUnderTest) -> None:
         span = (times.finish_time - times.arrival_time).total_seconds()
         assert abs(sum(part for part in parts if part is not None) - span) < 1e-5
         assert (times.tpot_s is None) == (request.num_generated_tokens == 1)
-
-
-def test_static_inputs_keep_their_addresses(tiny_llama: ModelUnderTest) -> None:
-    """Every step is laid out in the same buffers, as recorded graphs will need."""
-    engine = engine_for(tiny_llama)
-    seen = set()
-    forward = engine.manager._runner.forward
-
-    def watch(inputs: object) -> torch.Tensor:
-        seen.add((inputs.input_ids.data_ptr(), inputs.position_ids.data_ptr(), inputs.logits_indices.data_ptr()))
-        return forward(inputs)
-
-    engine.manager._runner.forward = watch
-    run_all(engine, greedy_requests(mixed_prompts(6, 320)))
-    assert len(seen) == 1

@@ -108,7 +108,7 @@ def test_samples_of_a_prompt_share_its_scores(tiny_llama: ModelUnderTest, way: s
 def test_rows_of_logits_are_bounded(tiny_llama: ModelUnderTest) -> None:
     """No pass gives more rows of logits than it may have requests, however long the prompts that are scored."""
     engine, seen = engine_for(tiny_llama, max_requests_per_batch=9), []
-    forward = engine.manager._runner.forward
+    forward = engine.manager.passes.runner.forward
 
     def recorded(inputs: object) -> torch.Tensor:
         logits = forward(inputs)
@@ -116,7 +116,7 @@ def test_rows_of_logits_are_bounded(tiny_llama: ModelUnderTest) -> None:
         return logits
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.manager._runner, "forward", recorded)
+        patch.setattr(engine.manager.passes.runner, "forward", recorded)
         run_all(engine, rows())
     assert max(seen) == 9
 

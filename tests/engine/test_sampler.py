@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from cbgen.engine.draws import uniform_draws
 from cbgen.engine.requests import RequestState
-from cbgen.engine.sampler import Sampler, uniform_draws
+from cbgen.engine.sampler import Sampler
 from cbgen.engine.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1)

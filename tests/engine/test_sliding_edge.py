@@ -81,7 +81,7 @@ def test_uninitialized_memory_is_never_read(request: pytest.FixtureRequest, name
     engine = engine_for(
         under_test, num_blocks=8, safety_margin=0.0, allow_block_sharing=False, max_batch_tokens=max_batch_tokens
     )
-    layout, pages = engine.plan.layout, engine.manager._runner._storage.pages
+    layout, pages = engine.plan.layout, engine.manager.passes.runner._storage.pages
     read_reserve = slice(READ_RESERVE_CHUNK * layout.pages_per_chunk, (READ_RESERVE_CHUNK + 1) * layout.pages_per_chunk)
     poisoned = torch.isnan(pages.view(torch.float32)).all(dim=1)
     assert poisoned.sum() == len(pages) - layout.pages_per_chunk

@@ -67,7 +67,7 @@ def test_what_comes_back_is_what_was_stored(request: pytest.FixtureRequest, name
     under_test: ModelUnderTest = request.getfixturevalue(f"tiny_{name}")
     prompts = outgrowing_prompts()
     engine = engine_for(under_test, cpu_offload_space=ROOMY, allow_block_sharing=False, **options_for(name))
-    manager, storage = engine.manager, engine.manager._runner._storage
+    manager, storage = engine.manager, engine.manager.passes.runner._storage
     offload, spoiled = manager.offloader.offload, []
 
     def offload_and_spoil(victims: list[RequestState]) -> None:

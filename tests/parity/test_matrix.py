@@ -1,12 +1,14 @@
 """The differential matrix: every way of serving a request gives the tokens of `model.generate` for it alone (law 9).
 
-models {full, sliding, hybrid} x scheduler x {whole, chunked} prompts x sharing x {roomy, tiny} cache x {no swap, swap}
+models {full, sliding, hybrid} x scheduler x {whole, chunked} prompts x sharing x {roomy, tiny} cache x {no swap, swap};
+models x cache x {one pass at a time, two} where passes are recorded
 """
 
 import itertools
 
 import pytest
 from engine_harness import Prompt, engine_for, greedy_requests, mixed_prompts, run_all
+from staged_harness import staged_engine
 from tiny_models import ModelUnderTest
 
 from cbgen.engine.metrics import EngineMetrics
@@ -58,6 +60,32 @@ def test_cell(
     check_accounts(engine.manager.metrics, wanted, is_tiny, cpu_offload_space > 0)
     shares = allow_block_sharing and name == "llama"
     assert (engine.manager.metrics.prefix_hit_tokens > 0) == shares
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("is_tiny", "cpu_offload_space"), [(False, 0.0), (True, 0.0), (True, 0.01)])
+@pytest.mark.parametrize("name", CACHES)
+def test_recorded_passes(
+    request: pytest.FixtureRequest, name: str, is_tiny: bool, cpu_offload_space: float, depth: int
+) -> None:
+    """The same where passes are padded, recorded and replayed, one at a time or two in flight."""
+    under_test: ModelUnderTest = request.getfixturevalue(f"tiny_{name}")
+    page_size, tiny_blocks = CACHES[name]
+    engine = staged_engine(
+        under_test,
+        depth,
+        page_size=page_size,
+        max_batch_tokens=48,
+        num_blocks=tiny_blocks if is_tiny else 512,
+        cpu_offload_space=cpu_offload_space,
+        safety_margin=0.0,
+    )
+    wanted = prompts()
+    for prompt, served in zip(wanted, run_all(engine, greedy_requests(wanted)), strict=True):
+        assert served.error is None
+        under_test.assert_parity(prompt.token_ids, prompt.max_tokens, served.generated_ids)
+    check_accounts(engine.manager.metrics, wanted, is_tiny, cpu_offload_space > 0)
+    assert engine.manager.passes.graphs.num_replayed > 0
 
 
 def check_accounts(metrics: EngineMetrics, wanted: list[Prompt], is_tiny: bool, swaps: bool) -> None:

@@ -61,7 +61,7 @@ def test_processed_rows_are_those_of_generate(request: pytest.FixtureRequest, na
     under_test: ModelUnderTest = request.getfixturevalue(f"tiny_{name}")
     engine = engine_for(under_test, **WAYS[way])
     sampler = Sampler(under_test.eos_token_ids, CODEC)
-    engine.manager._sampler = sampler
+    engine.manager.passes.sampler = sampler
     engine.manager._endings = Endings(under_test.eos_token_ids, CODEC, sampler.processors.is_complete)
     rows = run_all(engine, requests())
     plain = [row.generated_ids for row in rows[:: len(CASES)]]

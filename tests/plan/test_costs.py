@@ -5,9 +5,9 @@ import pytest
 from engine_harness import engine_for, greedy_requests, mixed_prompts, random_ids
 from tiny_models import ModelUnderTest
 
-from cbgen.engine.manager import ListSource
 from cbgen.engine.requests import RequestState
 from cbgen.engine.sampling_params import SamplingParams
+from cbgen.engine.sources import ListSource
 from cbgen.plan.costs import TERMS, fit, size_of
 
 
@@ -53,7 +53,7 @@ def test_sizes_are_those_of_the_batch(request: pytest.FixtureRequest, name: str)
     under_test = request.getfixturevalue(name)
     engine = engine_for(under_test, max_batch_tokens=40, allow_block_sharing=False)
     manager, prompts = engine.manager, mixed_prompts(8, under_test.shape.vocab_size, longest=90, most=9)
-    plain, total, largest = manager._buffers.lay_out, np.zeros(len(TERMS)), 0.0
+    plain, total, largest = manager.passes.buffers.lay_out, np.zeros(len(TERMS)), 0.0
 
     def watched(batch, cache):
         nonlocal total, largest
@@ -61,7 +61,7 @@ def test_sizes_are_those_of_the_batch(request: pytest.FixtureRequest, name: str)
         total, largest = total + size, max(largest, size[TERMS.index("tokens of KV read")])
         return plain(batch, cache)
 
-    manager._buffers.lay_out = watched
+    manager.passes.buffers.lay_out = watched
     requests = greedy_requests(prompts)
     list(manager.run(ListSource(requests)))
     found = dict(zip(TERMS, total, strict=True))

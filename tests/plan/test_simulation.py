@@ -6,9 +6,9 @@ from engine_harness import Prompt, engine_for, mixed_prompts, random_ids
 from tiny_models import ModelUnderTest
 
 from cbgen.duplicates import Recipients
-from cbgen.engine.manager import ListSource
 from cbgen.engine.requests import RequestState
 from cbgen.engine.sampling_params import SamplingParams
+from cbgen.engine.sources import ListSource
 from cbgen.ordering import WaitingRequest, arrange, pack_ids
 from cbgen.plan.calibration import Calibration
 from cbgen.plan.costs import TERMS, CostModel
