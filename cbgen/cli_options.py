@@ -32,6 +32,11 @@ SIZE_OPTIONS = {
         "gpu_memory_utilization",
         "cpu_offload_space",
         "kv_cache_dtype",
+        "use_cuda_graph",
+        "use_async_batching",
+        "q_padding_interval_size",
+        "kv_padding_interval_size",
+        "max_cached_graphs",
     )
 }
 

@@ -21,7 +21,10 @@ ALIASES = {
     "max_num_seqs": "max_requests_per_batch",
     "max_num_batched_tokens": "max_batch_tokens",
     "enable_prefix_caching": "allow_block_sharing",
+    "async_scheduling": "use_async_batching",
 }
+# One that says the opposite of an option: true turns that off, false leaves it to cbgen, as vLLM does.
+OPPOSITES = {"enforce_eager": "use_cuda_graph"}
 
 
 class JobSpec(pydantic.BaseModel):
@@ -118,6 +121,11 @@ class JobSpec(pydantic.BaseModel):
     cpu_offload_space: float = 0.0
     kv_cache_dtype: str = "auto"
     balance_tail: bool = True
+    use_cuda_graph: bool | None = None
+    use_async_batching: bool | None = None
+    q_padding_interval_size: int | None = None
+    kv_padding_interval_size: int | None = None
+    max_cached_graphs: int | None = None
 
     @pydantic.field_validator("input", "stop", "stop_token_ids", "bad_words", "choice", mode="before")
     @classmethod
@@ -189,7 +197,7 @@ class JobSpec(pydantic.BaseModel):
 def build_spec(values: dict[str, Any]) -> JobSpec:
     """Validates options; raises UsageError with the option, what is wrong, and the nearest name for an unknown one."""
     try:
-        return JobSpec(**{ALIASES.get(name, name): value for name, value in values.items()})
+        return JobSpec(**_by_own_names(values))
     except pydantic.ValidationError as error:
         first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         name = str(first["loc"][0]) if first["loc"] else "job"
@@ -204,6 +212,19 @@ def build_spec(values: dict[str, Any]) -> JobSpec:
             told += f", not {first['input']!r:.60}"
             told += "; put it in quotes" if isinstance(first["input"], bool) and first["type"] == "string_type" else ""
         raise UsageError(f"{option_name(name)}: {told}") from error
+
+
+def _by_own_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Of two names for one option the later one counts: the command line's, which stands behind a spec file's."""
+    named: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in OPPOSITES:
+            named[ALIASES.get(name, name)] = value
+        elif not isinstance(value, bool):
+            raise UsageError(f"{option_name(name)}: true or false is expected, not {value!r:.60}")
+        elif value:
+            named[OPPOSITES[name]] = False
+    return named
 
 
 def read_spec_file(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from cbgen.config import ContinuousBatchingConfig
 from cbgen.device import release_unused_memory
 from cbgen.engine.sampling_params import SamplingParams
 from cbgen.errors import UsageError
-from cbgen.jobspec import ALIASES, build_spec
+from cbgen.jobspec import ALIASES, OPPOSITES, build_spec
 from cbgen.length_policy import LengthPolicy
 from cbgen.llm_loading import LoadedModel, load_for
 from cbgen.llm_outputs import RequestOutput
@@ -40,7 +40,7 @@ class LLM:
         model: a model folder, hub id or .gguf file; "smollm2"; "tiny-random", a test model made in memory.
         revision: branch, tag or commit of a hub model.
         device: "auto", "cpu", "cuda", "cuda:N" or "mps".
-        dtype: "auto", "float32", "bfloat16" or "float16".
+        dtype: "float32", "bfloat16" or "float16"; "auto": float32 on CPUs, else 16 bits.
         quantization: of the weights on a CPU: "int8", "w8a8" or "w8a16"; None: none.
         calibration: a text file that int8 activations are calibrated on, instead of a text of cbgen's own.
         max_model_len: context in tokens, prompt and output together, if less than the model's.
@@ -54,7 +54,8 @@ class LLM:
         reasoning_tags: the tags around it, parted by a space.
         seed: a whole number that the draws come from where SamplingParams.seed is None.
         engine_options: fields of cbgen.config.ContinuousBatchingConfig, such as max_requests_per_batch, or vLLM's
-                names for them (max_num_seqs, max_num_batched_tokens, enable_prefix_caching).
+                names for them (max_num_seqs, max_num_batched_tokens, enable_prefix_caching, enforce_eager,
+                async_scheduling).
 
     Raises:
         cbgen.errors.UsageError: an option is unknown or out of range; the message spells it as the command line does.
@@ -84,7 +85,7 @@ class LLM:
         **engine_options: Any,
     ):
         for name in engine_options:
-            if name not in ENGINE_OPTIONS and name not in ALIASES:
+            if name not in (*ENGINE_OPTIONS, *ALIASES, *OPPOSITES):
                 raise UsageError(f"LLM has no option {name!r}; those of the engine are {', '.join(ENGINE_OPTIONS)}")
         self._spec = build_spec(
             {

@@ -28,7 +28,7 @@ Out = Annotated[
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Dtype = Annotated[str, typer.Option(help="auto (float32 on CPUs, else 16 bits), float32, bfloat16 or float16.")]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Context in tokens, if less than the model's.", show_default="the model's")
 ]
@@ -270,7 +270,7 @@ Deterministic = Annotated[
     bool,
     typer.Option(
         "--deterministic/--no-deterministic",
-        help="The same bits for a row whatever the batch it is in; needs cbgen's kernels for CPUs.",
+        help="The same bits for a row whatever the batch; needs cbgen's kernels on CPUs, varlen_attn on GPUs.",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -421,6 +421,44 @@ BalanceTail = Annotated[
         help="Start the last requests so that the batch stays evenly filled to the end.",
         rich_help_panel=ENGINE,
     ),
+]
+UseCudaGraph = Annotated[
+    bool | None,
+    typer.Option(
+        "--use-cuda-graph/--no-use-cuda-graph",
+        " /--enforce-eager",
+        help="Record forward passes on the GPU and replay them (--enforce-eager: do not).",
+        rich_help_panel=ENGINE,
+        show_default="by hardware",
+    ),
+]
+UseAsyncBatching = Annotated[
+    bool | None,
+    typer.Option(
+        "--use-async-batching/--no-use-async-batching",
+        "--async-scheduling/--no-async-scheduling",
+        help="Prepare a batch while the one before it runs; needs CUDA graphs (also --async-scheduling).",
+        rich_help_panel=ENGINE,
+        show_default="by hardware",
+    ),
+]
+QPaddingIntervalSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Query tokens of a recorded pass are a multiple of this.", rich_help_panel=ENGINE, show_default="64"
+    ),
+]
+KvPaddingIntervalSize = Annotated[
+    int | None,
+    typer.Option(
+        help="KV tokens of a recorded pass's longest request are a multiple of this.",
+        rich_help_panel=ENGINE,
+        show_default="2048",
+    ),
+]
+MaxCachedGraphs = Annotated[
+    int | None,
+    typer.Option(help="Recorded passes to keep at most.", rich_help_panel=ENGINE, show_default="64"),
 ]
 Quantization = Annotated[
     str | None,

@@ -262,6 +262,7 @@ def warnings_about_the_model(
         yield "cbgen's kernels for CPUs are not in this installation, so everything runs on torch, several times slower"
     if spec.cpu_offload_space > 0 and device.type != "cuda":
         yield "--cpu-offload-space: swap pool and cache are the same memory here; it takes what the cache could have"
+    yield from spec.engine_config().warnings_about_graphs(device.type)
 
 
 def _warnings_about_input_and_output(job: ResolvedJob) -> Iterator[str]:

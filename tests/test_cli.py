@@ -40,6 +40,12 @@ def message(*arguments: object, code: int) -> str:
         ([QUESTIONS, "--max-memory-percent", "1.5"], "max_memory_percent: 1.5"),
         ([QUESTIONS, "--safety-margin", "1"], "safety_margin: 1"),
         ([QUESTIONS, "--scheduler-type", "random"], "scheduler_type: 'random' is not one of: fifo"),
+        ([QUESTIONS, "--q-padding-interval-size", "0"], "q_padding_interval_size: 0 is too small"),
+        ([QUESTIONS, "--kv-padding-interval-size", "0"], "kv_padding_interval_size: 0 is too small"),
+        ([QUESTIONS, "--max-cached-graphs", "0"], "max_cached_graphs: 0 is too small"),
+        ([QUESTIONS, "--device", "cpu", "--use-cuda-graph"], "use_cuda_graph: only CUDA devices record graphs"),
+        ([QUESTIONS, "--device", "cpu", "--use-async-batching"], "use_async_batching: batches overlap on the streams"),
+        ([QUESTIONS, "--device", "cpu", "--async-scheduling"], "use_async_batching: batches overlap on the streams"),
         ([QUESTIONS, "--resume", "maybe"], "--resume"),
         ([QUESTIONS, "--device", "tpu9"], "--device tpu9"),
         ([QUESTIONS, "--device", "cuda:99"], "--device cuda:99"),
@@ -126,6 +132,19 @@ def test_job_spec_file(tmp_path: Path) -> None:
     assert "unknown option 'max_token'; did you mean max_tokens?" in message("run", spec, code=2)
 
 
+def test_the_command_line_wins_over_another_name_in_a_file(tmp_path: Path) -> None:
+    """What vLLM's name turned off is asked for again, and refused here, where there are no graphs."""
+    spec = tmp_path / "job.yaml"
+    options = (
+        f"input: {QUESTIONS}\nmodel: tiny-random\nmax_tokens: 1\nlimit: 1\nout: {tmp_path / 'a.jsonl'}\ndevice: cpu\n"
+    )
+    spec.write_text(options + "enforce_eager: true\nmax_cached_graphs: 4\n")
+    assert "use_cuda_graph: only CUDA devices record graphs" in message("run", spec, "--use-cuda-graph", code=2)
+    result = cbgen("run", spec)
+    assert result.exit_code == 0, result.output
+    assert "warning: --max-cached-graphs has no effect on cpu" in result.output
+
+
 def test_options_that_users_know_from_elsewhere(tmp_path: Path) -> None:
     """vLLM's names work, and end in the same place."""
     options = (
@@ -139,12 +158,15 @@ def test_options_that_users_know_from_elsewhere(tmp_path: Path) -> None:
         4,
         "--dtype",
         "float32",
+        "--enforce-eager",
+        "--no-async-scheduling",
     )
     run_tiny(QUESTIONS, tmp_path / "o.parquet", *options, "--max-tokens", 2, "--summary", tmp_path / "s.json")
     config = json.loads((tmp_path / "s.json").read_text())["config"]
     assert config["engine"]["max_requests_per_batch"] == 3
     assert config["engine"]["max_batch_tokens"] == 40
     assert (config["max_model_len"], config["seed"], config["dtype"]) == (512, 4, "float32")
+    assert (config["engine"]["use_cuda_graph"], config["engine"]["use_async_batching"]) == (False, False)
 
 
 def test_memory_utilization_is_converted(tmp_path: Path) -> None:
@@ -186,6 +208,8 @@ def test_env() -> None:
         (["--max-memory-percent", 0.5, "--gpu-memory-utilization", 0.9], "--max-memory-percent has no effect"),
         (["--messages-column", "messages", "--chat"], "--chat has no effect"),
         (["--cpu-offload-space", 0.01], "takes what the cache could have"),
+        (["--q-padding-interval-size", 32], "--q-padding-interval-size has no effect on cpu"),
+        (["--max-cached-graphs", 8, "--enforce-eager"], "--max-cached-graphs has no effect on cpu"),
         (["--rows-per-shard", 10], "--rows-per-shard has no effect: --out is one file"),
         (["--split", "train"], "--split have no effect without --dataset"),
         (["--error-file", "errors.jsonl"], "--error-file has no effect"),

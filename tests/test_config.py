@@ -22,6 +22,11 @@ OUT_OF_RANGE = {
     "kv_cache_dtype": ["", "int4", "Float32"],
     "balance_tail": [],
     "deterministic": [],
+    "use_cuda_graph": [],
+    "use_async_batching": [],
+    "q_padding_interval_size": [0, -64],
+    "kv_padding_interval_size": [0, -1],
+    "max_cached_graphs": [0, -1],
 }
 AT_THE_EDGE = {
     "page_size": [1, 4096],
@@ -36,6 +41,11 @@ AT_THE_EDGE = {
     "kv_cache_dtype": ["auto", "float32", "bfloat16", "int8"],
     "balance_tail": [True, False],
     "deterministic": [True, False],
+    "use_cuda_graph": [False],
+    "use_async_batching": [False],
+    "q_padding_interval_size": [1, 4096],
+    "kv_padding_interval_size": [1, 10**6],
+    "max_cached_graphs": [1, 10**4],
 }
 
 
@@ -64,6 +74,11 @@ def test_defaults_come_from_the_device(
         "kv_cache_dtype": "auto",
         "balance_tail": True,
         "deterministic": False,
+        "use_cuda_graph": None,
+        "use_async_batching": None,
+        "q_padding_interval_size": 64,
+        "kv_padding_interval_size": 2048,
+        "max_cached_graphs": 64,
     }
 
 
@@ -92,6 +107,61 @@ def test_a_value_out_of_range_is_refused_by_name(option, value, device_type):
     assert str(value) in str(refused.value)
     assert "\n" not in str(refused.value)
     assert refused.value.exit_code == EXIT_USAGE == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_cuda_graph": True},
+        {"use_async_batching": True},
+        {"use_cuda_graph": True, "use_async_batching": True},
+        {"use_cuda_graph": True, "use_async_batching": False},
+    ],
+    ids=str,
+)
+def test_graphs_can_be_asked_for_on_cuda_alone(options):
+    """What is asked for there is kept, whatever the engine would have chosen; elsewhere it is refused."""
+    resolved = asdict(ContinuousBatchingConfig(**options).resolve("cuda"))
+    assert resolved == {**asdict(ContinuousBatchingConfig().resolve("cuda")), **options}
+    for device_type in ("cpu", "mps"):
+        with pytest.raises(UsageError, match=f"^{next(iter(options))}: .* CUDA devices.* this is {device_type}; "):
+            ContinuousBatchingConfig(**options).resolve(device_type)
+
+
+@pytest.mark.parametrize(("device_type", "why"), [("cuda", "use_cuda_graph is off"), ("cpu", "this is cpu")])
+def test_batches_cannot_overlap_without_graphs(device_type, why):
+    """The message is about the device where that has none at all."""
+    config = ContinuousBatchingConfig(use_async_batching=True, use_cuda_graph=False)
+    with pytest.raises(UsageError, match=f"^use_async_batching: .*{why}"):
+        config.resolve(device_type)
+
+
+@pytest.mark.parametrize(
+    ("options", "device_type", "warning"),
+    [
+        ({}, "cpu", None),
+        ({"use_cuda_graph": False, "use_async_batching": False}, "cpu", None),
+        ({"use_cuda_graph": False}, "cuda", None),
+        ({"q_padding_interval_size": 64, "max_cached_graphs": 1}, "cuda", None),
+        ({"q_padding_interval_size": 64, "use_cuda_graph": True}, "cuda", None),
+        ({"q_padding_interval_size": 64}, "mps", "--q-padding-interval-size has no effect on mps: "),
+        (
+            {"kv_padding_interval_size": 8, "max_cached_graphs": 4},
+            "cpu",
+            "--kv-padding-interval-size and --max-cached-graphs have no effect on cpu: ",
+        ),
+        (
+            {"max_cached_graphs": 4, "use_cuda_graph": False},
+            "cuda",
+            "--max-cached-graphs has no effect with --no-use-cuda-graph",
+        ),
+    ],
+)
+def test_what_is_said_of_graphs_in_vain_warns(options, device_type, warning):
+    """In one line, and only where there will be none."""
+    warnings = list(ContinuousBatchingConfig(**options).warnings_about_graphs(device_type))
+    assert len(warnings) == (warning is not None)
+    assert all(line.startswith(warning) for line in warnings)
 
 
 def test_every_option_has_its_range_tested():

@@ -97,6 +97,9 @@ def test_a_needed_option_with_a_slip_is_told_as_such() -> None:
         ("max_tokens", "many", ["--max-tokens"]),
         ("model", None, ["--model"]),
         ("chat_template_kwargs", ["a"], ["--chat-template-kwargs"]),
+        ("use_cuda_graph", "sometimes", ["--use-cuda-graph", "sometimes"]),
+        ("enforce_eager", "sometimes", ["--enforce-eager", "true or false", "sometimes"]),
+        ("enforce_eager", None, ["--enforce-eager", "true or false"]),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_right(name: str, value: Any, parts: list[str]) -> None:
@@ -174,9 +177,34 @@ def test_engine_options_reach_the_engine() -> None:
         "max_memory_percent": 0.5,
         "scheduler_type": "prefill_first",
         "safety_margin": 0.1,
+        "use_cuda_graph": True,
+        "use_async_batching": False,
+        "q_padding_interval_size": 16,
+        "kv_padding_interval_size": 512,
+        "max_cached_graphs": 7,
     }
     config = build_spec(NEEDED | options).engine_config()
     assert {name: getattr(config, name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (None, None)),
+        ({"enforce_eager": True}, (False, None)),
+        ({"enforce_eager": False}, (None, None)),
+        ({"use_cuda_graph": True, "enforce_eager": False}, (True, None)),
+        ({"enforce_eager": True, "use_cuda_graph": True}, (True, None)),
+        ({"use_cuda_graph": True, "enforce_eager": True}, (False, None)),
+        ({"async_scheduling": True}, (None, True)),
+        ({"async_scheduling": False, "use_async_batching": True}, (None, True)),
+    ],
+    ids=str,
+)
+def test_names_of_vllm_for_graphs(given: dict[str, bool], expected: tuple[bool | None, bool | None]) -> None:
+    """One says the opposite, and leaves the choice to cbgen when it is false; the later of two names counts."""
+    spec = build_spec(NEEDED | given)
+    assert (spec.use_cuda_graph, spec.use_async_batching) == expected
 
 
 def test_a_spec_file_gives_its_options(tmp_path: Path) -> None:
@@ -204,6 +232,11 @@ max_errors: 5
 time_limit: 90
 drain_timeout: 10
 publish_timeout: 0
+use_cuda_graph: true
+use_async_batching: false
+q_padding_interval_size: 32
+kv_padding_interval_size: 1024
+max_cached_graphs: 16
 """
 
 

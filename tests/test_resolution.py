@@ -1,9 +1,16 @@
-"""Which shard of how many a job is: as told, or as a Slurm job array numbers its tasks."""
+"""A job before any weight is loaded: which shard of how many it is, as told or as a Slurm job array numbers its tasks,
+and what tells it from another job."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
+from job_harness import write_jsonl
 
 from cbgen.errors import UsageError
 from cbgen.job_files import resolve_shard
+from cbgen.jobspec import build_spec
+from cbgen.resolution import resolve_job, warnings_about
 
 
 def slurm(**values: object) -> dict[str, str]:
@@ -76,3 +83,36 @@ def test_a_shard_that_there_is_not_is_refused(
     with pytest.raises(UsageError, match="shards are 0 to") as caught:
         resolve_shard(index, count, environment)
     assert "\n" not in str(caught.value)
+
+
+def resolved(tmp_path: Path, **options: Any) -> tuple[dict[str, Any], list[str]]:
+    """The fingerprint of a job with these options, and its warnings."""
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    needed = {"input": str(source), "model": "tiny-random", "out": str(tmp_path / "o.jsonl"), "device": "cpu"}
+    job = resolve_job(build_spec(needed | options), lambda line: None)
+    try:
+        return job.fingerprint, list(warnings_about(job))
+    finally:
+        job.source.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_cuda_graph": False},
+        {"use_async_batching": False},
+        {"q_padding_interval_size": 8},
+        {"kv_padding_interval_size": 128},
+        {"max_cached_graphs": 1},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_how_passes_are_run_is_no_part_of_the_job(tmp_path: Path, options: dict[str, Any]) -> None:
+    """It is the same job, which goes on where it stopped; what says how graphs are recorded warns on a CPU."""
+    fingerprint, warnings = resolved(tmp_path, **options)
+    plain, silence = resolved(tmp_path)
+    assert fingerprint == plain != resolved(tmp_path, seed=1)[0]
+    told = [line for line in warnings if line not in silence]
+    name, value = next(iter(options.items()))
+    assert len(told) == (value is not False)
+    assert all(line.startswith(f"--{name.replace('_', '-')} has no effect on cpu") for line in told)

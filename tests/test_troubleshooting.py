@@ -110,6 +110,14 @@ USAGE: list[tuple[str, list[Any]]] = [
     ("…: give one of them, an output has one form", ["run", QUESTIONS, "--choice", "a", "--regex", "a"]),
     ("kv_cache_dtype: … is not one of: …", ["run", QUESTIONS, "--kv-cache-dtype", "int4"]),
     ("cpu_offload_space: … is not a number of GiB, 0 or more", ["run", QUESTIONS, "--cpu-offload-space", "-1"]),
+    (
+        "use_cuda_graph: only CUDA devices record graphs, and this is …; leave it out",
+        ["run", QUESTIONS, "--device", "cpu", "--use-cuda-graph"],
+    ),
+    (
+        "use_async_batching: batches overlap on the streams of CUDA devices, and this is …; leave it out",
+        ["run", QUESTIONS, "--device", "cpu", "--use-async-batching"],
+    ),
     ("--dtype …: not one of auto, …", ["run", QUESTIONS, "--dtype", "int8"]),
     ("--quantization …: not one of int8, …", ["run", QUESTIONS, "--quantization", "int4"]),
     ("--max-errors …: a share of the rows is 100% at most", ["run", QUESTIONS, "--max-errors", "101%"]),
@@ -337,7 +345,7 @@ def test_warnings_and_ends(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "a", "max_new_tokens": 3}, {"prompt": ""}])
     options = ("--top-p", 0.5, "--n", 2, "--calibration", QUESTIONS, "--order", "prefix", "--no-allow-block-sharing")
     job = ("run", source, "--model", "tiny-random", "--out", tmp_path / "o.jsonl", "--max-tokens", 2)
-    result = cbgen(*job, *options, "--cpu-offload-space", 0.01, "--retry", "failed")
+    result = cbgen(*job, *options, "--cpu-offload-space", 0.01, "--max-cached-graphs", 4, "--retry", "failed")
     assert result.exit_code == 3, result.output
     for message in (
         "… no effect at temperature 0",
@@ -346,6 +354,7 @@ def test_warnings_and_ends(tmp_path: Path) -> None:
         "--calibration has no effect: only activations of 8 bits (w8a8) are calibrated",
         "--order prefix has nothing to gain where every prompt is computed by itself",
         "--cpu-offload-space: swap pool and cache are the same memory here; it takes what the cache could have",
+        "… no effect on …: only CUDA devices record graphs",
         "--retry has no effect: nothing was generated yet",
         "… of … rows failed: see …",
     ):
@@ -366,6 +375,9 @@ def test_from_python() -> None:
     with pytest.raises(UsageError) as refused:
         LLM("tiny-random", colour=1)
     told("LLM has no option …; those of the engine are …", str(refused.value))
+    with pytest.raises(UsageError) as refused:
+        LLM("tiny-random", enforce_eager="no")
+    told("…: true or false is expected, not …", str(refused.value))
     with LLM("tiny-random", num_blocks=64) as llm:
         with pytest.raises(UsageError) as refused:
             llm.generate(["a"], [SamplingParams()])  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from cbgen.config import ModelShape
+from cbgen.device import supports_bfloat16
 from cbgen.errors import ModelError, UsageError, first_line
 from cbgen.kernels.cpu.library import Library
 from cbgen.models import gguf, seam, tiny_random
@@ -210,14 +211,18 @@ def _hub_advice(error: Exception) -> str:
 
 
 def _pick_dtype(name: str, own: torch.dtype | None, device: torch.device, model: str) -> torch.dtype:
-    """auto: float32 on CPUs, where bfloat16 is slower without matrix units; elsewhere the model's own."""
+    """auto: float32 on CPUs, where bfloat16 is slower without matrix units; elsewhere 16 bits.
+
+    Those are the model's own, or bfloat16 where the device has it: float32 would take twice the memory there, and
+    the fast attention of CUDA takes 16 bits alone.
+    """
     if name != "auto":
         if name not in DTYPES:
             raise UsageError(f"--dtype {name}: not one of auto, {', '.join(DTYPES)}")
         return DTYPES[name]
-    if device.type == "cpu" or model == TINY_RANDOM:
+    if device.type == "cpu" or (model == TINY_RANDOM and device.type != "cuda"):
         return torch.float32
-    return own if own in (torch.bfloat16, torch.float16) else torch.bfloat16
+    return torch.float16 if own == torch.float16 or not supports_bfloat16(device) else torch.bfloat16
 
 
 def _generation_config(location: str, revision: str | None) -> GenerationConfig:
