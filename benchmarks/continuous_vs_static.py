@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cbgen.config import ContinuousBatchingConfig
 from cbgen.device import free_memory_bytes
 from cbgen.engine.build import build_engine
-from cbgen.engine.manager import ListSource
 from cbgen.engine.requests import RequestState, SamplingParams
+from cbgen.engine.sources import ListSource
 from cbgen.models import loading
 
 CPU = torch.device("cpu")

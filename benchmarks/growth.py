@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from cbgen.config import ContinuousBatchingConfig, ModelShape
 from cbgen.engine.build import Engine, build_engine
-from cbgen.engine.manager import ListSource
 from cbgen.engine.requests import RequestState, RequestStatus, SamplingParams
+from cbgen.engine.sources import ListSource
 from cbgen.kernels.cpu.library import load_library
 from cbgen.models import seam
 from cbgen.models.loading import describe, load

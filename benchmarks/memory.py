@@ -15,9 +15,9 @@ from cbgen.cache.paged_cache import PagedCache
 from cbgen.cache.pool import NUM_RESERVED_CHUNKS
 from cbgen.config import FULL_ATTENTION, ContinuousBatchingConfig, ModelShape
 from cbgen.engine.build import Engine, build_engine
-from cbgen.engine.manager import ListSource
 from cbgen.engine.requests import RequestState, SamplingParams
 from cbgen.engine.scheduler import SCHEDULERS
+from cbgen.engine.sources import ListSource
 from cbgen.models.loading import SMOLLM2, TINY_RANDOM, describe, load
 
 CPU = torch.device("cpu")

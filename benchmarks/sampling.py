@@ -19,9 +19,9 @@ from cbgen.config import ContinuousBatchingConfig
 from cbgen.device import free_memory_bytes
 from cbgen.engine.build import Engine, build_engine
 from cbgen.engine.grammars import Grammars
-from cbgen.engine.manager import ListSource
 from cbgen.engine.requests import RequestState
 from cbgen.engine.sampling_params import SamplingParams
+from cbgen.engine.sources import ListSource
 from cbgen.models import loading
 
 CPU = torch.device("cpu")
