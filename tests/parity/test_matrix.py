@@ -7,11 +7,11 @@ models x cache x {one pass at a time, two} where passes are recorded
 import itertools
 
 import pytest
-from engine_harness import Prompt, engine_for, greedy_requests, mixed_prompts, run_all
+from engine_harness import Prompt, assert_parity, engine_for, greedy_requests, mixed_prompts, run_all
 from staged_harness import staged_engine
 from tiny_models import ModelUnderTest
 
-from cbgen.engine.metrics import EngineMetrics
+from cbgen.engine.build import Engine
 
 # Page size, and blocks of the tiny cache that requests outgrow. A ring of larger pages would hardly grow.
 CACHES = {"llama": (16, 11), "mistral": (5, 13), "gemma3": (16, 8)}
@@ -53,11 +53,7 @@ def test_cell(
         cpu_offload_space=cpu_offload_space,
         safety_margin=0.0,
     )
-    wanted = prompts()
-    for prompt, served in zip(wanted, run_all(engine, greedy_requests(wanted)), strict=True):
-        assert served.error is None
-        under_test.assert_parity(prompt.token_ids, prompt.max_tokens, served.generated_ids)
-    check_accounts(engine.manager.metrics, wanted, is_tiny, cpu_offload_space > 0)
+    check(under_test, engine, is_tiny, cpu_offload_space > 0)
     shares = allow_block_sharing and name == "llama"
     assert (engine.manager.metrics.prefix_hit_tokens > 0) == shares
 
@@ -80,16 +76,14 @@ def test_recorded_passes(
         cpu_offload_space=cpu_offload_space,
         safety_margin=0.0,
     )
-    wanted = prompts()
-    for prompt, served in zip(wanted, run_all(engine, greedy_requests(wanted)), strict=True):
-        assert served.error is None
-        under_test.assert_parity(prompt.token_ids, prompt.max_tokens, served.generated_ids)
-    check_accounts(engine.manager.metrics, wanted, is_tiny, cpu_offload_space > 0)
+    check(under_test, engine, is_tiny, cpu_offload_space > 0)
     assert engine.manager.passes.graphs.num_replayed > 0
 
 
-def check_accounts(metrics: EngineMetrics, wanted: list[Prompt], is_tiny: bool, swaps: bool) -> None:
-    """Every prompt token was computed or taken over once; who had to leave went where there was room."""
+def check(under_test: ModelUnderTest, engine: Engine, is_tiny: bool, swaps: bool) -> None:
+    """Law 9; every prompt token was computed or taken over once; who had to leave went where there was room."""
+    wanted, metrics = prompts(), engine.manager.metrics
+    assert_parity(under_test, wanted, run_all(engine, greedy_requests(wanted)))
     assert metrics.computed_prompt_tokens + metrics.prefix_hit_tokens == sum(len(p.token_ids) for p in wanted)
     assert metrics.offloads == metrics.swaps + metrics.soft_resets
     assert (metrics.offloads > 0) == is_tiny
