@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from kernels.bench import NUM_KV_HEADS, EngineBench
-from kernels.varlen_bench import PaddedVarlen, Sizes, tensors_of, with_tensors
+from kernels.varlen_bench import PaddedVarlen, Sizes, filled_up, tensors_of, with_tensors
 
 from cbgen.kernels.backend import AttentionBatch, AttentionOptions
 from cbgen.kernels.cuda import VarlenAttention
@@ -44,10 +44,7 @@ class DeviceVarlen(PaddedVarlen):
         batch, reference_plan = plan
         copies = tuple(half.float() for half in pages)
         expected = self.reference.attend(query.float(), key.float(), value.float(), copies, reference_plan, options)
-        rows = [
-            torch.cat([tensor, tensor.new_full((len(batch.write_pages) - len(tensor), *tensor.shape[1:]), torch.nan)])
-            for tensor in (query, key, value)
-        ]
+        rows = filled_up(len(batch.write_pages), query, key, value)
         rows = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in rows]  # as a model's heads lie
         tensors = [tensor.to(self.device, copy=True) for tensor in (*rows, *tensors_of(batch))]
         raw = torch.zeros(len(pages[0]), self.page_bytes, dtype=torch.uint8, device=self.device)

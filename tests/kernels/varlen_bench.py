@@ -164,10 +164,7 @@ class PaddedVarlen:
         batch, reference_plan = plan
         copies = tuple(half.clone() for half in pages)
         expected = self.reference.attend(query, key, value, copies, reference_plan, options)
-        rows = [
-            torch.cat([tensor, tensor.new_full((len(batch.write_pages) - len(tensor), *tensor.shape[1:]), torch.nan)])
-            for tensor in (query, key, value)
-        ]
+        rows = filled_up(len(batch.write_pages), query, key, value)
         run = self._eager if self.recorded is None else self._replay
         output = run(rows, pages, batch, options)
         assert output.shape == rows[0].shape
@@ -213,3 +210,9 @@ def varlen_bench(
     bench = EngineBench(layer_types, window, page_size, **options)
     bench.backend = PaddedVarlen(bench, recorded, batch_invariant)
     return bench
+
+
+def filled_up(num_tokens: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Query, key and value [T, ...] with tokens of NaN as padding, which nobody may see."""
+    missing = num_tokens - len(tensors[0])
+    return [torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), torch.nan)]) for tensor in tensors]
