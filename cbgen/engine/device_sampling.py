@@ -62,7 +62,7 @@ class SentChoices:
 class ChoiceBuffers:
     """Static memory for the choices of one pass.
 
-    words   [ rows | plain, filtered | temperatures | top_ks | top_ps | min_ps | uniform ]     numbers as float64
+    words   [ rows | plain, filtered | top_ks | temperatures | top_ps | min_ps | uniform ]     fractions as float64
     """
 
     def __init__(self, most_rows: int, streams: Streams):
@@ -75,11 +75,8 @@ class ChoiceBuffers:
 
     def lay_out(self, choices: Choices) -> SentChoices:
         """Fills the host's memory; returns views of the device's."""
-        num_rows, num_plain, num_drawn = (
-            len(choices.rows),
-            len(choices.plain),
-            len(choices.plain) + len(choices.filtered),
-        )
+        num_rows, num_plain = len(choices.rows), len(choices.plain)
+        num_drawn = num_plain + len(choices.filtered)
         columns: list[np.ndarray] = [choices.rows, choices.plain, choices.filtered]
         if choices.draws is not None:
             draws = choices.draws
@@ -89,7 +86,7 @@ class ChoiceBuffers:
         self._host.numpy()[: len(words)] = words
         rows, places = self._device[:num_rows], self._device[num_rows : num_rows + num_drawn]
         first = num_rows + num_drawn
-        own = self._device[first : first + 5 * num_drawn].view(5, num_drawn, 1) if num_drawn else self._no_draws
+        own = self._device[first : first + 5 * num_drawn].view(5, num_drawn, 1)
         top_ks, floats_there = own[0], own[1:].view(torch.float64)
         found = TorchDraws(
             temperatures=floats_there[0],
@@ -100,10 +97,6 @@ class ChoiceBuffers:
         )
         plain, filtered = _slice(found, slice(0, num_plain)), _slice(found, slice(num_plain, num_drawn))
         return SentChoices(rows, places[:num_plain], places[num_plain:], plain, filtered, len(words))
-
-    @property
-    def _no_draws(self) -> torch.Tensor:
-        return self._device[:0].view(5, 0, 1)
 
     def send(self, sent: SentChoices) -> None:
         """Copies what was laid out to the device; to be called there in the order of its work."""
