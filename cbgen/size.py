@@ -5,7 +5,7 @@ import re
 import torch
 
 from cbgen.cache.layout import LayerGroup
-from cbgen.cache.sizing import CachePlan, mib, plan_cache, with_memory_utilization
+from cbgen.cache.sizing import CachePlan, mib, with_memory_utilization
 from cbgen.config import ModelShape, ResolvedConfig
 from cbgen.engine.execution import choose_execution
 from cbgen.errors import MemoryPlanError, UsageError
@@ -44,14 +44,7 @@ def size_lines(
         config = with_memory_utilization(config, gpu_memory_utilization, memory_bytes, free_bytes)
     notes: list[str] = []
     execution = choose_execution(shape, model.dtype, config, torch.device(device_type), notes.append)
-    plan = plan_cache(
-        shape,
-        config,
-        execution.backend,
-        free_bytes,
-        swap_shares_memory=device_type != "cuda",
-        buffer_bytes=execution.buffer_bytes(shape, config),
-    )
+    plan = execution.plan(shape, config, free_bytes)
     kinds = " and ".join(f"{group.pages_per_block} {group.attention_type} layers" for group in plan.layout.groups)
     return {
         "model": f"{model.name}: {kinds}, {shape.num_kv_heads} KV heads of {shape.head_dim}, "

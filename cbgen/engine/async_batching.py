@@ -113,14 +113,11 @@ class StagedPasses:
 
     def launch(self, inputs: BatchInputs) -> LaunchedPass:
         """See Passes."""
-        streams, pair = self._streams, self._pair
-        streams.submit(TRANSFER, partial(pair.inputs.send, inputs, non_blocking=True))
-        streams.wait(COMPUTE, streams.record(TRANSFER))
-        number = self._num_launched % len(self._pairs)
+        pair = self._pair
         try:
-            self._run(number, inputs.shape, partial(self._compute, pair, self._before(number), inputs))
+            self._start(self._num_launched % len(self._pairs), inputs)
         finally:
-            done = pair.in_use = streams.record(COMPUTE)
+            done = pair.in_use = self._streams.record(COMPUTE)
         self._num_launched += 1
         self._rows_before = {}
         return LaunchedPass(pair, inputs.num_logits, done)
@@ -132,13 +129,17 @@ class StagedPasses:
             return
         for shape in decode_shapes(self._pairs[0].inputs, max_model_len)[: self.graphs.max_graphs // 2 // self.depth]:
             for number, pair in enumerate(self._pairs):
-                inputs = pair.inputs.blank(*shape, cache)
-                self._streams.submit(TRANSFER, partial(pair.inputs.send, inputs))
-                self._streams.wait(COMPUTE, self._streams.record(TRANSFER))
-                self._run(number, inputs.shape, partial(self._compute, pair, self._before(number), inputs))
+                self._start(number, pair.inputs.blank(*shape, cache))
                 self._streams.record(COMPUTE).synchronize()
         if self.graphs.failure is not None:
             self.depth = 1
+
+    def _start(self, number: int, inputs: BatchInputs) -> None:
+        """Hands over a pass that was laid out in pair `number`."""
+        pair = self._pairs[number]
+        self._streams.submit(TRANSFER, partial(pair.inputs.send, inputs, non_blocking=True))
+        self._streams.wait(COMPUTE, self._streams.record(TRANSFER))
+        self._run(number, inputs.shape, partial(self._compute, pair, self._before(number), inputs))
 
     def _before(self, number: int) -> BufferPair | None:
         """The pair of the pass before one of pair `number`."""

@@ -9,7 +9,7 @@ import torch
 
 from cbgen.cache.layout import CacheLayout
 from cbgen.cache.paged_cache import PagedCache
-from cbgen.cache.sizing import CachePlan, mib, plan_cache
+from cbgen.cache.sizing import CachePlan, mib
 from cbgen.cache.storage import KVStorage
 from cbgen.cache.swap_pool import SwapPool
 from cbgen.config import ModelShape, ResolvedConfig
@@ -66,14 +66,7 @@ def build_engine(
             f"--deterministic: attention through {backend.name} depends on the batch; it needs cbgen's compiled "
             "kernels (CPU) or varlen_attn (CUDA)"
         )
-    plan = plan_cache(
-        shape,
-        config,
-        backend,
-        free_bytes,
-        swap_shares_memory=device.type != "cuda",
-        buffer_bytes=execution.buffer_bytes(shape, config),
-    )
+    plan = execution.plan(shape, config, free_bytes)
     config = replace(config, num_blocks=plan.num_blocks)
     cache = PagedCache(plan.layout, plan.num_chunks, config.allow_block_sharing)
     host_bytes = free_memory_bytes(torch.device("cpu"))

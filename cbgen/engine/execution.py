@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from cbgen.cache.layout import CacheLayout
-from cbgen.cache.sizing import FLOAT32_BYTES, hidden_bytes
+from cbgen.cache.sizing import FLOAT32_BYTES, CachePlan, hidden_bytes, plan_cache
 from cbgen.config import ModelShape, ResolvedConfig
 from cbgen.engine.device_sampling import ARRAYS
 from cbgen.engine.input_outputs import Padding, max_logits, max_words
@@ -45,6 +45,17 @@ class Execution:
         if not self.is_staged:
             return self.backend.name
         return f"{self.backend.name} ({'CUDA graphs' if self.records else 'no graphs'}, {self.depth} in flight)"
+
+    def plan(self, shape: ModelShape, config: ResolvedConfig, free_bytes: int) -> CachePlan:
+        """The cache beside all that passes need. Raises MemoryPlanError as plan_cache does."""
+        return plan_cache(
+            shape,
+            config,
+            self.backend,
+            free_bytes,
+            swap_shares_memory=self.streams.device.type != "cuda",
+            buffer_bytes=self.buffer_bytes(shape, config),
+        )
 
     def buffer_bytes(self, shape: ModelShape, config: ResolvedConfig) -> int:
         """Memory of the device for static buffers, a set for each pass in flight, and for what graphs hold: the

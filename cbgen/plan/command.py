@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from cbgen.cache.paged_cache import PagedCache
-from cbgen.cache.sizing import CachePlan, mib, plan_cache, with_memory_utilization
+from cbgen.cache.sizing import CachePlan, mib, with_memory_utilization
 from cbgen.config import ResolvedConfig
 from cbgen.device import free_memory_bytes, total_memory_bytes
 from cbgen.engine.build import Engine
@@ -154,14 +154,7 @@ def _cache_of(job: ResolvedJob) -> tuple[ResolvedConfig, CachePlan]:
         total_bytes = total_memory_bytes(job.device)
         config = with_memory_utilization(config, job.spec.gpu_memory_utilization, total_bytes, free_bytes)
     execution = choose_execution(shape, job.model.dtype, config, job.device)
-    return config, plan_cache(
-        shape,
-        config,
-        execution.backend,
-        free_bytes,
-        swap_shares_memory=job.device.type != "cuda",
-        buffer_bytes=execution.buffer_bytes(shape, config),
-    )
+    return config, execution.plan(shape, config, free_bytes)
 
 
 def plan_lines(plan: Plan) -> list[tuple[str, str]]:
